@@ -10,6 +10,7 @@ Segment attention has no positions, so motion within a frame's history must be e
 the frame's picture and those before it as channels, which is a convolution in three dimensions, causal in time.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -78,6 +79,17 @@ class FrontEnd(nn.Module):
             v_NF = self.video(frames.pictures_seen.to(a_TF.dtype))
             v_TF = v_NF if frames.seen_T is None else v_TF.index_put((frames.seen_T,), v_NF)
         return self.fusion(torch.cat((v_TF, a_TF), 1))
+
+
+def join_frames(parts: Sequence[Frames]) -> Frames:
+    """One after another; either all or none of ``parts`` say which frames have audio, or a picture."""
+
+    def joined(tensors: Sequence[Tensor | None]) -> Tensor | None:
+        given = [x for x in tensors if x is not None]
+        return torch.cat(given) if given else None
+
+    sound, *others = zip(*parts, strict=True)
+    return Frames(torch.cat(sound), *map(joined, others))
 
 
 def stack_pictures(pictures: Tensor, history: int) -> Tensor:

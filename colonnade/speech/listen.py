@@ -10,7 +10,7 @@ from colonnade.config.speech import SpeechConfig
 from colonnade.errors import DataError
 from colonnade.speech.face import FaceTracker, face_detector
 from colonnade.speech.features import RATE, AnyFeatures, FrameStream, check_samples
-from colonnade.speech.front_end import Frames, stack_pictures
+from colonnade.speech.front_end import Frames, join_frames, stack_pictures
 from colonnade.speech.model import SpeechModel
 from colonnade.speech.streams import StreamPool
 from colonnade.speech.video import HOLD, PictureClock, film_pictures, scaled
@@ -21,6 +21,10 @@ LAG = 3
 """Maximum number of audio frames that wait for a picture, if the stream has pictures."""
 LOST = 25
 """Frames without a picture after which audio no longer waits."""
+FRONT_FRAMES = 8
+"""Frames of a stream that the front end computes at once, fewer only when they complete a segment: one by one they cost
+up to four times as much.
+"""
 
 
 class _Stream:
@@ -35,11 +39,18 @@ class _Stream:
         """Reused pictures of frames that may still get their own."""
         self.tail = self.sound.tail.new_zeros(config.picture_history, config.picture, config.picture)
         self.made = self.received = 0
-        """Frames passed to the encoder; pictures received in order."""
+        """Frames whose pictures are settled; pictures received in order."""
+        self.settled: list[Frames] = []
+        """Those that the front end has not computed."""
         self.newest = -LOST
         """The last frame that has a picture."""
         self.begun = False
         """Whether text has been returned."""
+
+    @property
+    def uncomputed(self) -> int:
+        """The number of settled frames that the front end has not computed."""
+        return sum(len(frames.sound_TA) for frames in self.settled)
 
     def ready(self, ended: bool) -> int:
         """The number of waiting frames that are ready."""
@@ -103,6 +114,7 @@ class Listeners:
     def end(self, stream: int) -> None:
         """Marks the end of the stream; :meth:`step` returns the rest."""
         self._frames(stream, self._stream(stream).sound.end(), ended=True)
+        self._compute_frames([stream])
         if stream not in self.pool.ended:
             self.unfinished.add(stream)
         self.pool.end(stream)
@@ -116,6 +128,7 @@ class Listeners:
     @torch.inference_mode()
     def step(self) -> dict[int, str]:
         """Run one segment of every stream that has a complete one; returns the new text of each, which may be empty."""
+        self._compute_frames([stream for stream in self.streams if self._is_due(stream)])
         encoded, found = self.pool.step(), dict[int, list[int]]()
         if encoded:
             none = self.model.out.weight.new_empty(0, self.model.config.joint_width)
@@ -158,7 +171,7 @@ class Listeners:
             own.newest = max(own.newest, frame)
 
     def _frames(self, stream: int, sound_TA: Tensor, ended: bool = False) -> None:
-        """Pass ready frames to the encoder, each with its picture if that has arrived."""
+        """Settle ready frames, each with its picture if that has arrived."""
         own, config = self.streams[stream], self.model.config
         own.waiting_TA = torch.cat((own.waiting_TA, sound_TA)) if len(own.waiting_TA) else sound_TA
         count = own.ready(ended) if config.picture else len(own.waiting_TA)
@@ -175,7 +188,23 @@ class Listeners:
             seen_T = torch.tensor([x is not None for x in found])
             pictures = stack_pictures(pictures, config.picture_history)[seen_T] if bool(seen_T.any()) else None
         own.made += count
-        self.pool.push(stream, self.model.front_end(Frames(sound_TA, None, pictures, seen_T)))
+        own.settled.append(Frames(sound_TA, None, pictures, seen_T))
+
+    def _is_due(self, stream: int) -> bool:
+        """Whether the front end should compute a stream's settled frames now."""
+        count, sizes = self.streams[stream].uncomputed, self.pool.cache.sizes_of[stream]
+        completes = count > 0 and len(self.pool.waiting[stream]) + count >= sizes.segment + sizes.right
+        return count >= FRONT_FRAMES or completes
+
+    def _compute_frames(self, streams: list[int]) -> None:
+        """Pass the settled frames of these streams through the front end, as one batch, to the encoder."""
+        counts = [self.streams[stream].uncomputed for stream in streams]
+        if not sum(counts):
+            return
+        x_TD = self.model.front_end(join_frames([x for stream in streams for x in self.streams[stream].settled]))
+        for stream, own_TD in zip(streams, x_TD.split(counts), strict=True):
+            self.streams[stream].settled.clear()
+            self.pool.push(stream, own_TD)
 
 
 def listen(

@@ -74,8 +74,10 @@ class LstmPredictor(nn.Module):
             return self.out.weight.new_zeros(0, self.out.out_features)
         rows = [torch.tensor([self.blank, *own], device=device) for own in labels]
         label_BU = nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=self.blank)
-        p_BUD, _ = self._run(label_BU, self.start(len(rows)))
-        return torch.cat([p_UD[: len(own)] for p_UD, own in zip(p_BUD, rows, strict=True)])
+        x_BUD = self.norm(self.embed(label_BU))
+        for layer, norm in zip(self.layers, self.norms, strict=True):
+            x_BUD = norm(layer(x_BUD)[0])
+        return torch.cat([p_UD[: len(own)] for p_UD, own in zip(self.out(x_BUD), rows, strict=True)])
 
     def start(self, R: int) -> States:
         """Zeros: hidden and cell state, all layers side by side."""
@@ -83,18 +85,16 @@ class LstmPredictor(nn.Module):
         return zeros, zeros
 
     def step(self, label_R: Tensor, states: States) -> tuple[Tensor, States]:
-        """(p_RD, the new state)."""
-        p_R1D, states = self._run(label_R[:, None], states)
-        return p_R1D[:, 0], states
-
-    def _run(self, label_BU: Tensor, states: States) -> tuple[Tensor, States]:
-        x_BUD = self.norm(self.embed(label_BU))
+        """(p_RD, the new state). On a CPU ``nn.LSTM`` lays out its weights anew in each call, which takes longer than
+        the step.
+        """
+        x_RD = self.norm(self.embed(label_R))
         hidden, cell = [], []
-        for layer, norm, h_BD, c_BD in zip(
+        for layer, norm, h_RD, c_RD in zip(
             self.layers, self.norms, *(x.split(self.width, 1) for x in states), strict=True
         ):
-            x_BUD, (h_1BD, c_1BD) = layer(x_BUD, (h_BD[None].contiguous(), c_BD[None].contiguous()))
-            x_BUD = norm(x_BUD)
-            hidden.append(h_1BD[0])
-            cell.append(c_1BD[0])
-        return self.out(x_BUD), (torch.cat(hidden, 1), torch.cat(cell, 1))
+            h_RD, c_RD = torch.lstm_cell(x_RD, (h_RD, c_RD), *layer.all_weights[0])
+            x_RD = norm(h_RD)
+            hidden.append(h_RD)
+            cell.append(c_RD)
+        return self.out(x_RD), (torch.cat(hidden, 1), torch.cat(cell, 1))
