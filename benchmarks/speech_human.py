@@ -2,15 +2,17 @@
 
     apt-get download asterisk-core-sounds-en asterisk-core-sounds-en-g722    # CC-BY-SA; texts, and recordings
     for each: dpkg -x FILE.deb prompts
+    apt-get download flight-of-the-amazon-queen; dpkg -x FILE.deb game       # freeware: 3 hours of acted lines
     pip install pocketsphinx                                                 # for its row
-    python benchmarks/speech_human.py --prompts prompts --run runs/human --size large --device cuda --steps 3000
+    python benchmarks/speech_human.py --prompts prompts --game game --run runs/human --size large --device cuda
     python benchmarks/speech_human.py --prompts prompts --run runs/human --size large --checkpoint runs/human/step-3000
 
 The first trains on a GPU, the second measures on a CPU; without ``--device`` one command does both, for hours.
 
 The prompts are of one voice, without noise. 100 of at least four words are held out, drawn by a seed; the others are
-trained on, at seven speeds and with runs of samples and bands of the spectrum masked, beside their texts and sentences
-of speeches spoken by espeak-ng. No text of a held-out prompt is in training. Segments have 640 ms and the look-ahead is
+trained on, at several speeds and with runs of samples and bands of the spectrum masked, beside their texts and
+sentences of speeches spoken by espeak-ng, and with ``--game`` the lines of actors in a computer game, of many voices
+(:mod:`harness.game_speech`). No text of a held-out prompt is in training. Segments have 640 ms and the look-ahead is
 160 ms. ``tiny`` is speech-tiny (1.1 M parameters), ``large`` 8 blocks of width 256 (9 M). Streams get 100 ms at a time,
 one thread. The peers get whole prompts: Whisper tiny.en (680,000 hours of many voices; here, as in speech_peers.py) and
 pocketsphinx (its own English model), both made for any speech.
@@ -25,6 +27,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -33,17 +36,20 @@ from colonnade.config.speech import SPEECH_PRESETS
 from colonnade.data.readers import sotu_documents
 from colonnade.errors import DataError
 from colonnade.speech import synth
+from colonnade.speech.audio import load_audio
 from colonnade.speech.data import MANIFEST, word_errors
 from colonnade.speech.fit import FitSettings, fit
 from colonnade.speech.listen import listen
 from colonnade.speech.model import SpeechModel
 from colonnade.speech.pcm import require, write_audio
+from harness import game_speech
 from harness.report import Cell, Headline, folder_of, report
 from speech import timed
 from speech_peers import LEAST_WORDS, g722, normal, ours, pocketsphinx
 
 HELD_OUT, LEAST_S, MOST_S = 100, 0.4, 12.0
-SPEEDS = (0.85, 0.9, 0.95, 1.0, 1.05, 1.1, 1.15)
+SPEEDS = (0.85, 0.875, 0.9, 0.925, 0.95, 0.975, 1.0, 1.025, 1.05, 1.075, 1.1, 1.125, 1.15)
+GAME_SPEEDS = (0.92, 1.0, 1.08)
 TINY = SPEECH_PRESETS["speech-tiny"].replace(segment=16, left=32, right=4)
 CONFIGS = {"tiny": TINY, "large": TINY.replace(layers=8, width=256, ffn_width=1024, joint_width=256)}
 CHUNK = 1600
@@ -85,30 +91,59 @@ def divided(source: Path, seed: int) -> tuple[list[tuple[str, Path]], list[tuple
     return [one for one in chosen if one[0] not in tested], tests
 
 
-def make(folder: Path, source: Path, spoken: int, seed: int) -> None:
+def make(folder: Path, source: Path, game: Path | None, spoken: int, seed: int) -> None:
     """The recordings to train on."""
     random = np.random.Generator(np.random.PCG64(seed))
-    recordings = [(text, g722(path)) for text, path in divided(source, seed)[0]]
-    recordings = [(text, x) for text, x in recordings if LEAST_S <= len(x) / 16000 <= MOST_S]
-    print(f"{len(recordings)} prompts to train on, {sum(len(x) for _, x in recordings) / 960000:.1f} min", flush=True)
-    lines: list[dict[str, object]] = []
+    prompts, tests = divided(source, seed)
     folder.mkdir(parents=True)
-    soxr = require("soxr")
-    for i, (text, samples) in enumerate(recordings):
-        for speed in SPEEDS:
-            name = f"human-{i:04}-{speed}.flac"
-            changed = samples if speed == 1 else soxr.resample(samples, 16000 * speed, 16000)
-            write_audio(folder / name, changed)
-            lines.append({"audio": name, "text": text, "split": "train", "speaker": "human"})
-    texts = [text for text, _ in recordings if len(text.split()) >= 2] + speeches(spoken, random)
+    files = [_Prompt(path, text, folder / f"human-{i:04}", SPEEDS) for i, (text, path) in enumerate(prompts)]
+    if game is not None:
+        tested = {text for text, _ in tests}
+        for line in game_speech.lines(game):
+            text = normal(line.text)
+            if text and text not in tested and not any(letter.isdigit() for letter in line.text):
+                path = folder / f"{line.name}.mp3"
+                path.write_bytes(line.mp3)
+                files.append(_Prompt(path, text, folder / f"game-{line.name}", GAME_SPEEDS))
+    texts = [text for text, _ in prompts if len(text.split()) >= 2] + speeches(spoken, random)
     jobs = [
-        (folder / f"spoken-{i:05}.flac", text, synth.VOICES[random.integers(len(synth.VOICES))],
+        (folder / f"spoken-{i:05}.wav", text, synth.VOICES[random.integers(len(synth.VOICES))],
          int(random.integers(140, 200)), int(random.integers(30, 70)))
         for i, text in enumerate(texts)
     ]  # fmt: skip
     with ProcessPoolExecutor() as pool:
-        lines += [line for line in pool.map(_speak, *zip(*jobs, strict=True), chunksize=20) if line]
+        heard = list(pool.map(_cut, files, chunksize=20))
+        said = [line for line in pool.map(_speak, *zip(*jobs, strict=True), chunksize=20) if line]
+    for name, own in (("prompts", heard[: len(prompts)]), ("game", heard[len(prompts) :])):
+        print(
+            f"{name}: {sum(bool(lines) for lines, _ in own)} files, {sum(s for _, s in own) / 60:.1f} min", flush=True
+        )
+    lines = [line for own, _ in heard for line in own] + said
     (folder / MANIFEST).write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+
+
+class _Prompt(NamedTuple):
+    """A recording and its text, written at several speeds to files that begin with ``stem``."""
+
+    source: Path
+    text: str
+    stem: Path
+    speeds: tuple[float, ...]
+
+
+def _cut(prompt: _Prompt) -> tuple[list[dict[str, object]], float]:
+    """(the manifest's lines, seconds) of a recording at all speeds; nothing of one that is too short or too long."""
+    bare = prompt.source.suffix == ".g722"
+    samples = g722(prompt.source) if bare else load_audio(prompt.source).numpy()
+    seconds = len(samples) / 16000
+    if not LEAST_S <= seconds <= MOST_S:
+        return [], 0.0
+    lines: list[dict[str, object]] = []
+    for speed in prompt.speeds:
+        path = prompt.stem.with_name(f"{prompt.stem.name}-{speed}.wav")
+        write_audio(path, samples if speed == 1 else require("soxr").resample(samples, 16000 * speed, 16000))
+        lines.append({"audio": path.name, "text": prompt.text, "split": "train", "speaker": prompt.stem.name})
+    return lines, seconds
 
 
 def _speak(path: Path, text: str, voice: str, speed: int, pitch: int) -> dict[str, object] | None:
@@ -162,6 +197,7 @@ def measure(size: str, checkpoint: Path, tests: list[tuple[str, np.ndarray]]) ->
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompts", type=Path, required=True, help="folder with both packages unpacked")
+    parser.add_argument("--game", type=Path, help="folder with the game's package unpacked; by default no lines of it")
     parser.add_argument("--run", type=Path, required=True, help="folder of the run and its data")
     parser.add_argument("--size", choices=list(CONFIGS), default="tiny")
     parser.add_argument("--device", default="cpu", help="cuda trains there and measures nothing")
@@ -179,11 +215,13 @@ def main(argv: list[str] | None = None) -> None:
     checkpoint = args.checkpoint
     if checkpoint is None:
         if not (args.run / "data" / MANIFEST).exists():
-            make(args.run / "data", args.prompts, args.spoken, args.seed)
+            make(args.run / "data", args.prompts, args.game, args.spoken, args.seed)
         settings = FitSettings(
             steps=args.steps, batch=args.batch, lr=args.lr, noise=False, augment=True, clean=args.steps // 4,
             seed=args.seed, pretrained=args.pretrained,
         )  # fmt: skip
+        if args.device != "cpu":
+            torch.set_float32_matmul_precision("high")  # tf32
         with timed(rows, "training") as row:
             checkpoint = fit(CONFIGS[args.size], args.run / "data", args.run, settings, device=args.device)
             row |= {"steps": args.steps}

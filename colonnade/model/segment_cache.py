@@ -199,6 +199,36 @@ class SegmentStep:
         return range(1 - S, S + max(sizes.left for sizes in sizes_B))
 
     @cached_property
+    def in_order(self) -> bool:
+        """Whether the rows are the queries of one stream, without padding and memories: no row moves then."""
+        return len(self.parts) == 1 and not self.rows.memory and bool((self.queries_BS >= 0).all())
+
+    @cached_property
+    def query_rows(self) -> Tensor:
+        """The row of each query, flat; of padding the first."""
+        return self.queries_BS.flatten().clamp(min=0)
+
+    @cached_property
+    def asked(self) -> tuple[Tensor, Tensor]:
+        """(the places of queries that are no padding, their rows)."""
+        queries = self.queries_BS.flatten()
+        places = (queries >= 0).nonzero().squeeze(1)
+        return places, queries[places]
+
+    @cached_property
+    def run(self) -> slice | Tensor:
+        """The streams; a slice if they follow each other, which copies no keys."""
+        first, *_ = streams = [stream for stream, _, _ in self.parts]
+        return (
+            slice(first, first + len(streams)) if streams == [*range(first, first + len(streams))] else self.streams_B
+        )
+
+    @cached_property
+    def stores_all(self) -> bool:
+        """Whether the keys of all rows are stored: there are no summaries."""
+        return not self.rows.memory
+
+    @cached_property
     def key_distances(self) -> Tensor:
         """The distance from the key in each slot to each query."""
         queries = torch.arange(self.queries_BS.shape[1], device=self.starts_B.device)
@@ -230,15 +260,25 @@ class SegmentStepView:
         """o_TnH; 0 for memories. ``relative`` needs R = M = 0."""
         step = self.step
         for pool, new in ((self.k_BSkH, k_TkH), (self.v_BSkH, v_TkH)):
-            pool.flatten(0, 1).index_copy_(0, step.slots, new[step.written].to(pool.dtype))
+            stored = new if step.stores_all else new[step.written]
+            pool.flatten(0, 1).index_copy_(0, step.slots, stored.to(pool.dtype))
         slots = step.mask_BSS.shape[2]
-        keys, values = self.k_BSkH[:, :slots][step.streams_B], self.v_BSkH[:, :slots][step.streams_B]
-        queries, bias = step.queries_BS.clamp(min=0), None
+        keys, values = self.k_BSkH[:, :slots][step.run], self.v_BSkH[:, :slots][step.run]
+        bias = None
         if relative is not None:
-            bias = distance_bias(relative.p_TnH[queries], relative.r_PnH, step.key_distances, step.distances.start)
-        o_BSnH = attend_segments(q_TnH[queries], keys, values, step.mask_BSS, bias)
-        asked = step.queries_BS >= 0
-        return torch.zeros_like(q_TnH).index_copy(0, step.queries_BS[asked], o_BSnH[asked])
+            p_BSnH, r_PnH = self._by_query(relative.p_TnH), relative.r_PnH
+            bias = distance_bias(p_BSnH, r_PnH, step.key_distances, step.distances.start)
+        o_BSnH = attend_segments(self._by_query(q_TnH), keys, values, step.mask_BSS, bias)
+        if step.in_order:
+            return o_BSnH[0]
+        places, rows = step.asked
+        return torch.zeros_like(q_TnH).index_copy(0, rows, o_BSnH.flatten(0, 1).index_select(0, places))
+
+    def _by_query(self, x_TnH: Tensor) -> Tensor:
+        """The rows of each stream's queries."""
+        if self.step.in_order:
+            return x_TnH[None]
+        return x_TnH.index_select(0, self.step.query_rows).unflatten(0, self.step.queries_BS.shape)
 
     def history(self, x_TD: Tensor, kernel: int) -> History:
         """The rows of each stream after the ``kernel`` − 1 before them; stores the new ones."""

@@ -1,6 +1,8 @@
 """Recordings in memory, mixed with noise and cut into batches."""
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -51,6 +53,11 @@ class Example(NamedTuple):
     pictures: Tensor | None
 
 
+def _load_int16(folder: Path, recording: Recording) -> np.ndarray:
+    """16-bit samples of a recording."""
+    return (load_samples(folder, recording) * 32767).round().clip(-32768, 32767).astype(np.int16)
+
+
 class Corpus:
     """The recordings of one split."""
 
@@ -63,12 +70,13 @@ class Corpus:
         self.labels = [config.labels(one.text) for one in self.recordings]
         self.letters: list[Tensor] = []
         self.samples: list[np.ndarray] = []
-        for one, labels in zip(self.recordings, self.labels, strict=True):
-            samples = load_samples(folder, one)
-            if not len(samples) or not labels:
-                raise DataError(f"{one.audio} has {len(samples)} samples and text {one.text!r}; remove it")
-            self.samples.append((samples * 32767).round().clip(-32768, 32767).astype(np.int16))
-            self.letters.append(self._letters(one, labels, self.frames(len(self.letters))))
+        with ThreadPoolExecutor() as pool:
+            loaded = pool.map(partial(_load_int16, folder), self.recordings)
+            for one, labels, samples in zip(self.recordings, self.labels, loaded, strict=True):
+                if not len(samples) or not labels:
+                    raise DataError(f"{one.audio} has {len(samples)} samples and text {one.text!r}; remove it")
+                self.samples.append(samples)
+                self.letters.append(self._letters(one, labels, self.frames(len(self.letters))))
         if config.picture and not all(one.phonemes for one in self.recordings):
             raise DataError(f"{folder}: mouths are drawn from phonemes, and some recordings have none; use speech-tiny")
 

@@ -93,8 +93,8 @@ class LstmPredictor(nn.Module):
         for layer, norm, h_RD, c_RD in zip(
             self.layers, self.norms, *(x.split(self.width, 1) for x in states), strict=True
         ):
-            h_RD, c_RD = torch.lstm_cell(x_RD, (h_RD, c_RD), *layer.all_weights[0])
-            x_RD = norm(h_RD)
-            hidden.append(h_RD)
-            cell.append(c_RD)
+            new_h_RD, new_c_RD = torch.lstm_cell(x_RD, (h_RD, c_RD), *layer.all_weights[0])
+            x_RD = norm(new_h_RD)
+            hidden.append(new_h_RD)
+            cell.append(new_c_RD)
         return self.out(x_RD), (torch.cat(hidden, 1), torch.cat(cell, 1))

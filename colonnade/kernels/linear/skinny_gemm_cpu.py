@@ -36,6 +36,8 @@ from colonnade.kernels.linear.quantise import INT4_PER_WORD, Quantised, round_in
 
 MAX_ROWS = 32
 """More rows use torch's x Wᵀ."""
+SMALL, MAX_SMALL_ROWS = 1 << 18, 8
+"""A weight of at most so many numbers uses torch's x Wᵀ from fewer rows on: its blocks would be too narrow."""
 L1_BYTES = 1 << 14
 """Half of an L1 cache: the size of x up to which (W xᵀ)ᵀ is used."""
 BLOCKS = 16
@@ -46,8 +48,8 @@ MAX_QUANTISED_ROWS = 16
 
 def skinny_linear(x_TD: Tensor, weight_FD: Tensor, bias_F: Tensor | None = None) -> Tensor:
     """y_TF (see :func:`reference.linear`)."""
-    T = len(x_TD)
-    if x_TD.dim() != 2 or T > MAX_ROWS:
+    T, small = len(x_TD), weight_FD.numel() <= SMALL
+    if x_TD.dim() != 2 or T > MAX_ROWS or (small and T > MAX_SMALL_ROWS):
         return F.linear(x_TD, weight_FD, bias_F)
     fits_l1 = max(T, 2) * x_TD.shape[1] * x_TD.element_size() <= L1_BYTES
     if fits_l1 or len(weight_FD) % BLOCKS:
