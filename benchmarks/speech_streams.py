@@ -251,7 +251,10 @@ def main(argv: list[str] | None = None) -> None:
         live(model, preset, seconds / 10, True, 1)  # warm
         for threads in (1,) if args.tiny else (2, 1):
             if has_camera():
-                add(live(model, preset, seconds, True, threads, camera=True))
+                row = add(live(model, preset, seconds, True, threads, camera=True))
+                if preset == "av-small" and threads == 2:
+                    what = f"{preset}, one live stream of sound and a camera's pictures, faces found, two cores"
+                    heads.append(Headline(what, float(row["rtf_wall"] or 0), "RTF", "seed 001's small model", SEED_RTF))
             for seen in (True, False):
                 row = add(live(model, preset, seconds, seen, threads))
                 if preset == "av-small" and seen and threads == 2:

@@ -26,8 +26,12 @@ CHOICE = 96
 """Bytes of the choices of one level of a conversation."""
 REMARKS = 40
 """Number of the first remark."""
+MOST_OBJECTS = 99
+"""Objects of a scene: names have two digits."""
 LEAST_RATE, MOST_RATE = 6.0, 22.0
 """Plausible letters per second."""
+TEXT, PRINTABLE = re.compile(rb"[\t\r\n\x20-\xff]*\*[\t\r\n\x20-\xff]*"), re.compile(rb"[\x20-\xff]*")
+"""The bytes of a text of a conversation, which has at least one animation, and of a text of a scene."""
 LEAST_SHARE = 0.8
 """Smallest share of plausible lines of a scene."""
 
@@ -100,15 +104,9 @@ def _numbered(data: bytes, place: int, end: int) -> list[tuple[int, str]]:
     """(number, text) of what stands from ``place`` on: two bytes of 0, the number, the length, the text, padding."""
     found: list[tuple[int, str]] = []
     while place + 5 <= end:
-        number, length = data[place + 2] << 8 | data[place + 3], data[place + 4]
+        zeros, number, length = struct.unpack_from(">HHB", data, place)
         text = data[place + 5 : place + 5 + length]
-        whole = (
-            length > 3
-            and len(text) == length
-            and b"*" in text
-            and all(byte >= 32 or byte in b"\t\r\n" for byte in text)
-        )
-        if data[place : place + 2] == b"\0\0" and 0 < number < 1024 and whole:
+        if zeros == 0 and 0 < number < 1024 and length > 3 and len(text) == length and TEXT.fullmatch(text):
             found.append((number, text.decode("cp850")))
             place += 5 + length
         else:
@@ -121,9 +119,9 @@ def _scene(stem: str, data: bytes, files: dict[str, bytes]) -> list[Line]:
     best: list[Line] = []
     for first in range(0, len(data), 2):
         place, number, found = first, 0, list[Line]()
-        while place < len(data) - 1:
+        while data[first] and number < MOST_OBJECTS and place < len(data) - 1:
             text = data[place + 1 : place + 1 + data[place]]
-            if len(text) < data[place] or any(byte < 32 for byte in text):
+            if len(text) < data[place] or not PRINTABLE.fullmatch(text):
                 break
             number += 1
             found += _parts(f"{stem:_<5}{number:02}", text.decode("cp850"), files)

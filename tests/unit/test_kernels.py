@@ -166,7 +166,7 @@ def test_invalid_page_table_is_refused_before_any_read(run, scattered: bool, req
 @pytest.mark.parametrize("row", on_cpu(LINEAR), ids=lambda row: row.name)
 @pytest.mark.parametrize("T", [0, 1, 2, 7, 32, 33])
 @pytest.mark.parametrize("inputs", [12, 1200])
-@pytest.mark.parametrize("outputs", [48, 49])
+@pytest.mark.parametrize("outputs", [48, 49, 240])
 @pytest.mark.parametrize("biased", [True, False])
 def test_linear_matches_the_reference(row: Kernel, T: int, inputs: int, outputs: int, biased: bool) -> None:
     results = []

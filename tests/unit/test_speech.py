@@ -19,7 +19,7 @@ from colonnade.parallel.layout import WHOLE, local_part, placements
 from colonnade.speech import features, fit, mix, mouth
 from colonnade.speech.data import Recording, read_manifest, word_errors
 from colonnade.speech.front_end import Frames
-from colonnade.speech.listen import MOST_AHEAD, Listeners, listen
+from colonnade.speech.listen import FRONT_FRAMES, MOST_AHEAD, Listeners, listen
 from colonnade.speech.model import SpeechModel
 from colonnade.train.training_state import RunLock
 from tests.worlds import assert_same, run
@@ -98,6 +98,38 @@ def test_streams_give_the_text_of_whole_recordings(config):
                 listeners.close(stream)
                 del open_now[stream]
     assert [texts[i] for i in range(4)] == expected
+
+
+def test_the_front_end_computes_frames_of_all_streams_together(monkeypatch):
+    """Eight frames a stream, fewer only where they complete a segment; no stream keeps more."""
+    model, computed = talkative(SEEING.replace(segment=16)), list[int]()
+    front_end = model.front_end.forward
+
+    def counted(frames: Frames) -> torch.Tensor:
+        computed.append(len(frames.sound_TA))
+        return front_end(frames)
+
+    monkeypatch.setattr(model.front_end, "forward", counted)
+    listeners = Listeners(model, 2)
+    opened = [listeners.open() for _ in range(2)]
+    found = dict.fromkeys(opened, "")
+    heard = {stream: sound(2.0, stream) for stream in opened}
+    pictures = torch.rand(50, 16, 16, dtype=torch.float64)
+    for t in range(50):
+        for stream in opened:
+            listeners.see(stream, t, pictures[t])
+            listeners.push(stream, heard[stream][640 * t : 640 * (t + 1)])
+        for stream, text in listeners.step().items():
+            found[stream] += text
+        assert max(own.uncomputed for own in listeners.streams.values()) < FRONT_FRAMES
+    # A segment of 16 frames and the 2 after it is complete with frames 18, 34 and 50.
+    assert computed == [16, 16, 4, 16, 16, 16, 16]
+    for stream in opened:
+        listeners.end(stream)
+        while rest := listeners.step():
+            found |= {i: found[i] + text for i, text in rest.items()}
+        assert found[stream] == model.recognise(heard[stream], pictures)
+    assert any(found.values())
 
 
 def test_deltas_come_before_the_end():
@@ -503,6 +535,16 @@ def test_an_epoch_has_each_recording_once():
     places = [i for step in range(5) for i in fit.batch_indices(10, settings, step)]
     assert sorted(places[:10]) == list(range(10)) == sorted(places[10:])
     assert places[:10] != places[10:]
+
+
+def test_batches_prepared_ahead_are_those_of_their_steps(spoken):
+    corpus, settings = fit.Corpus(spoken, SEEING, "train"), SETTINGS._replace(augment=True)
+    ahead = fit._batches(corpus, settings, range(1, 6), gpu=True)
+    for step, (prepare,) in enumerate(ahead, 1):
+        expected, batch = fit.train_batch(corpus, settings, step, parts=1), prepare()
+        assert batch.labels == expected.labels
+        pairs = [(batch.frames.sound_TA, expected.frames.sound_TA), (batch.letters_P, expected.letters_P)]
+        assert all(torch.equal(*pair) for pair in pairs)
 
 
 @pytest.mark.slow
