@@ -117,9 +117,9 @@ def _numbered(data: bytes, place: int, end: int) -> list[tuple[int, str]]:
 def _scene(stem: str, data: bytes, files: dict[str, bytes]) -> list[Line]:
     """The lines of a scene: its texts follow each other, one an object, each at an even place."""
     best: list[Line] = []
-    for first in range(0, len(data), 2):
+    for first in (i for i in range(0, len(data), 2) if data[i]):
         place, number, found = first, 0, list[Line]()
-        while data[first] and number < MOST_OBJECTS and place < len(data) - 1:
+        while number < MOST_OBJECTS and place < len(data) - 1:
             text = data[place + 1 : place + 1 + data[place]]
             if len(text) < data[place] or not PRINTABLE.fullmatch(text):
                 break

@@ -37,7 +37,7 @@ def data(out: Path = Path("speech-data"), train: int = 1600, test: int = 60, see
 def train(
     data: Path = Path("speech-data"),
     run: Path = Path("runs/speech"),
-    preset: Literal["speech-tiny", "speech-tiny-av", "av-small", "conformer-tiny"] = "speech-tiny",
+    preset: Literal["speech-tiny", "speech-tiny-av", "av-small", "av-large", "conformer-tiny"] = "speech-tiny",
     pretrained: Path | None = None,
     steps: int = 3000,
     batch: int = 16,
@@ -56,7 +56,8 @@ def train(
         data: Folder with a manifest.jsonl.
         run: Folder for checkpoints.
         preset: speech-tiny uses audio; speech-tiny-av also uses mouths, drawn from the recordings' phonemes; av-small
-            does so with ResNets of 15 million parameters; conformer-tiny is a cache-aware Conformer for audio.
+            and av-large do so with ResNets of 15 million parameters, and have 34 and 381 million in all;
+            conformer-tiny is a cache-aware Conformer for audio.
         pretrained: A recogniser to begin with, of this preset's shapes, or a folder in Hugging Face's format of
             model_type nemotron_asr_streaming, which is then trained as it is.
         steps: Training steps.

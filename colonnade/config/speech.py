@@ -192,11 +192,16 @@ SPEECH_PRESETS = {
         layers=12, ffn_width=2048, heads=8, joint_width=1024, predictor_layers=3, predictor_width=512,
         front_end="resnet", fusion_width=3072, picture=88, segment=16, left=32, right=4,
     ),
+    "av-large": SpeechConfig(
+        layers=28, width=1024, ffn_width=4096, heads=8, joint_width=1024, predictor_layers=3, predictor_width=512,
+        front_end="resnet", fusion_width=3072, picture=88, segment=16, left=32, right=4,
+    ),
     "conformer-tiny": SpeechConfig(
         family="conformer", front_end="subsampling", subsampling_channels=32, scale_input=True, ffn_width=256,
         segment=8, left=24, right=0,
     ),
 }  # fmt: skip
-"""av-small is that of Ma et al. (arXiv 2303.14307) with letters as labels; its 12 blocks are 128 wide.
+"""av-small and av-large are those of Ma et al. (arXiv 2303.14307) with letters as labels; their 12 and 28 blocks are 128
+and 1,024 wide.
 conformer-tiny is a cache-aware Conformer (Noroozi et al., arXiv 2312.17279) with letters as labels.
 """

@@ -31,6 +31,8 @@ def test_sizes_are_those_of_the_paper():
         (3072, 1024), (512, 3072),
     ]  # fmt: skip
     assert parameters(SpeechModel(SPEECH_PRESETS["av-small"])) == pytest.approx(35.5, abs=2)
+    one_block = SpeechModel(SPEECH_PRESETS["av-large"].replace(layers=1))
+    assert parameters(one_block) + 27 * parameters(one_block.encoder) == pytest.approx(382.5, abs=2)
 
 
 def test_twenty_places_a_frame():

@@ -712,7 +712,10 @@ def test_verbs_of_language_models_name_those_of_recognisers(tmp_path, capsys):
 
 
 def test_presets_and_what_configs_refuse():
-    sizes = {name: sum(p.numel() for p in SpeechModel(config).parameters()) for name, config in SPEECH_PRESETS.items()}
+    sizes = {
+        name: sum(p.numel() for p in SpeechModel(SPEECH_PRESETS[name]).parameters())
+        for name in ("speech-tiny", "speech-tiny-av")
+    }
     assert sizes["speech-tiny"] < sizes["speech-tiny-av"] < 1_600_000
     with pytest.raises(ConfigError, match="3 heads"):
         SpeechConfig(heads=3)
