@@ -67,7 +67,8 @@ def train(
         save_every: Steps between checkpoints.
         clean: Steps before the first noise; letters are learned faster without noise.
         noises: Folder of noise recordings, used in addition to babble, white and pink noise.
-        augment: After the clean steps, also rooms, telephone codecs, masks of time and frequency, crops of pictures.
+        augment: After the clean steps, also other speeds, rooms, telephone codecs, masks of time and frequency, crops
+            of pictures.
         segments: Lengths of segments to train besides the preset's, such as 4 16 32 [frames]. Each step draws
             one, and a stream may then choose among them.
         lookaheads: Lengths of look-ahead to train besides the preset's, such as 0 4 [frames of 40 ms].

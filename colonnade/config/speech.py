@@ -201,7 +201,7 @@ SPEECH_PRESETS = {
         segment=8, left=24, right=0,
     ),
 }  # fmt: skip
-"""av-small and av-large are those of Ma et al. (arXiv 2303.14307) with letters as labels; their 12 and 28 blocks are 128
-and 1,024 wide.
+"""av-small and av-large are those of Ma et al. (arXiv 2303.14307) with letters as labels; their 12 and 28 blocks are
+128 and 1,024 wide.
 conformer-tiny is a cache-aware Conformer (Noroozi et al., arXiv 2312.17279) with letters as labels.
 """

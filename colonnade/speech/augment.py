@@ -1,7 +1,8 @@
-"""Augments training recordings without changing their words or times: rooms, codecs, masks, crops.
+"""Augments training recordings without changing their words: speeds, rooms, codecs, masks, crops.
 
-Masks are SpecAugment's (Park et al., arXiv 1904.08779): runs of the audio are silenced, and bands of its spectra are
-set to the recording's mean. Pictures are cropped and may be mirrored.
+Another speed changes pitch and times by the same factor (Ko et al., Interspeech 2015), the others no times. Masks are
+SpecAugment's (Park et al., arXiv 1904.08779): runs of the audio are silenced, and bands of its spectra are set to the
+recording's mean. Pictures are cropped and may be mirrored.
 """
 
 import numpy as np
@@ -14,12 +15,23 @@ from colonnade.speech.pcm import require, resample
 
 CODECS = {"pcm_mulaw": 8000, "pcm_alaw": 8000, "g722": 16000}
 """FFmpeg's names and rates [Hz] of telephone codecs; their delay is at most 2 ms."""
+SPEEDS = (0.9, 1.0, 1.1)
+"""Speeds, each for a third of the recordings."""
 ROOM_SHARE, CODEC_SHARE = 0.3, 0.2
 """Shares of the recordings in a room, and through a codec."""
 MASKS, LONGEST_MASK_S, WIDEST_MASK = 2, 0.2, 0.2
 """Number of masks of each kind, their maximum duration [s], and their maximum share of the mel bands."""
 BORDER = 12 / 11
 """Ratio of the drawn to the cropped size of pictures: 96 for 88."""
+
+
+def at_speed(samples: np.ndarray, speed: float) -> np.ndarray:
+    """round(n / ``speed``) samples of ``samples`` played at this speed."""
+    if speed == 1 or not len(samples):
+        return samples
+    changed = require("soxr").resample(samples, speed * RATE, RATE)
+    count = round(len(samples) / speed)
+    return np.pad(changed[:count], (0, max(0, count - len(changed))))
 
 
 def augment_sound(samples: np.ndarray, random: np.random.Generator) -> np.ndarray:

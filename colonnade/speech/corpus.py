@@ -13,7 +13,7 @@ from torch import Tensor
 from colonnade.config.speech import SpeechConfig
 from colonnade.errors import DataError
 from colonnade.speech.audio import load_audio
-from colonnade.speech.augment import BORDER, augment_sound, crop_pictures, mask_bands, mask_sound
+from colonnade.speech.augment import BORDER, SPEEDS, at_speed, augment_sound, crop_pictures, mask_bands, mask_sound
 from colonnade.speech.data import Recording, load_samples, read_manifest
 from colonnade.speech.features import features_of
 from colonnade.speech.front_end import Frames, stack_pictures
@@ -51,6 +51,7 @@ class Example(NamedTuple):
     i: int
     samples: np.ndarray | None
     pictures: Tensor | None
+    speed: float = 1.0
 
 
 def _load_int16(folder: Path, recording: Recording) -> np.ndarray:
@@ -80,9 +81,9 @@ class Corpus:
         if config.picture and not all(one.phonemes for one in self.recordings):
             raise DataError(f"{folder}: mouths are drawn from phonemes, and some recordings have none; use speech-tiny")
 
-    def frames(self, i: int) -> int:
+    def frames(self, i: int, speed: float = 1.0) -> int:
         """Frames of recording ``i``."""
-        return self.features.frames(len(self.samples[i]))
+        return self.features.frames(round(len(self.samples[i]) / speed))
 
     def noisy(self, i: int, snr: float | None, random: np.random.Generator, kind: int = 0) -> np.ndarray:
         """Recording ``i`` with noise at ``snr`` dB; ``kind``: 0 babble of other recordings, 1 white, 2 pink, 3 from a
@@ -102,16 +103,17 @@ class Corpus:
         others = [x for j, x in enumerate(others) if j != i] or others
         return mix(own, babble(others[:BABBLE_VOICES], len(own), random), snr)
 
-    def mouths(self, i: int, random: np.random.Generator, size: int | None = None) -> Tensor:
+    def mouths(self, i: int, random: np.random.Generator, size: int | None = None, speed: float = 1.0) -> Tensor:
         """Drawn pictures of recording ``i``."""
         size = size or self.config.picture
-        return torch.from_numpy(draw_mouths(self.recordings[i].known_phonemes, self.frames(i), size, random))
+        phonemes = [each._replace(start_s=each.start_s / speed) for each in self.recordings[i].known_phonemes]
+        return torch.from_numpy(draw_mouths(phonemes, self.frames(i, speed), size, random))
 
     def train_batch(
         self, chosen: Sequence[int], random: np.random.Generator, noise: bool, augment: bool = False
     ) -> Batch:
-        """Recordings with random noise, some without audio or without pictures; ``augment`` adds rooms, codecs, masks
-        and crops.
+        """Recordings with random noise, some without audio or without pictures; ``augment`` adds speeds, rooms, codecs,
+        masks and crops.
         """
         examples: list[Example] = []
         size, kinds = self.config.picture, 4 if self.noises else 3
@@ -119,15 +121,16 @@ class Corpus:
             snr = SNRS[random.integers(len(SNRS))] if noise else None
             kind = 0 if random.random() < BABBLE_SHARE else int(random.integers(1, kinds))
             drop = random.random() if size else 1.0
+            speed = SPEEDS[random.integers(len(SPEEDS))] if augment else 1.0
             samples = pictures = None
             if drop >= DROP_SOUND:
-                own = self.samples[i].astype(np.float32) / 32768
+                own = at_speed(self.samples[i].astype(np.float32) / 32768, speed)
                 samples = self._mixed(i, augment_sound(own, random) if augment else own, snr, random, kind)
                 samples = mask_sound(samples, random) if augment else samples
             if size and not DROP_SOUND <= drop < DROP_SOUND + DROP_PICTURES:
-                pictures = self.mouths(i, random, round(BORDER * size) if augment else size)
+                pictures = self.mouths(i, random, round(BORDER * size) if augment else size, speed)
                 pictures = crop_pictures(pictures, size, random) if augment else pictures
-            examples.append(Example(i, samples, pictures))
+            examples.append(Example(i, samples, pictures, speed))
         batch = self.batch(examples)
         if not augment or self.features.samples:
             return batch
@@ -152,8 +155,8 @@ class Corpus:
         own, video = self.features, self.config.picture_history
         sounds, stacks = [], []
         heard, seen = [], []
-        for i, samples, pictures in examples:
-            T = self.frames(i)
+        lengths = [self.frames(one.i, one.speed) for one in examples]
+        for (_, samples, pictures, _), T in zip(examples, lengths, strict=True):
             if samples is None:
                 sounds.append(torch.zeros(T, self.features.width))
             else:
@@ -169,10 +172,13 @@ class Corpus:
         none = torch.zeros(0, self.features.width)
         frames = Frames(torch.cat([none, *sounds]), torch.tensor(heard), pictures_seen, torch.tensor(seen))
         indices = [example.i for example in examples]
-        letters_P = torch.cat([self.letters[i] for i in indices])
-        return Batch(frames, [self.frames(i) for i in indices], [self.labels[i] for i in indices], letters_P)
+        letters_P = torch.cat([
+            self.letters[i] if speed == 1 else self._letters(self.recordings[i], self.labels[i], T, speed)
+            for (i, _, _, speed), T in zip(examples, lengths, strict=True)
+        ])  # fmt: skip
+        return Batch(frames, lengths, [self.labels[i] for i in indices], letters_P)
 
-    def _letters(self, one: Recording, labels: Sequence[int], frames: int) -> Tensor:
+    def _letters(self, one: Recording, labels: Sequence[int], frames: int, speed: float = 1.0) -> Tensor:
         """Letter targets of a recording; all UNKNOWN if it has no word times."""
         if not one.words or self.config.pieces or " " not in self.config.letters:
             return torch.full((self.config.parts * frames,), UNKNOWN)
@@ -181,4 +187,5 @@ class Corpus:
                 f"{one.audio} has {len(one.words)} times of words and {len(one.text.split(' '))} words; give one a word"
             )
         space, delay = self.config.letters.index(" ") + 1, delayed_parts(self.config)
-        return letter_targets(labels, space, one.words, frames, self.config.parts, delay)
+        words = [(start / speed, end / speed) for start, end in one.words]
+        return letter_targets(labels, space, words, frames, self.config.parts, delay)

@@ -92,7 +92,7 @@ def corpus(tmp_path):
     return tmp_path
 
 
-def test_augmented_batches_are_functions_of_the_seed(corpus):
+def test_augmented_batches_are_functions_of_the_seed(corpus, monkeypatch):
     settings = fit.FitSettings(batch=3, clean=0, augment=True, noises=corpus / "noise")
     data = Corpus(corpus, SEEING, "train", settings.noises)
     plain = data.train_batch(range(3), np.random.default_rng(0), noise=False)
@@ -101,10 +101,51 @@ def test_augmented_batches_are_functions_of_the_seed(corpus):
         assert first.lengths == again.lengths
         assert torch.equal(first.frames.sound_TA, again.frames.sound_TA)
         assert torch.equal(first.letters_P, again.letters_P)
+    monkeypatch.setattr("colonnade.speech.corpus.SPEEDS", (1.0,))
     whole = data.train_batch(range(3), np.random.default_rng(3), noise=True, augment=True)
     assert whole.lengths == plain.lengths
     assert torch.equal(whole.letters_P, plain.letters_P), "times do not move"
     assert whole.frames.sound_TA.shape == plain.frames.sound_TA.shape
+
+
+@pytest.mark.parametrize("speed", [0.9, 1.1])
+def test_speeds_move_sound_pictures_and_times_together(corpus, monkeypatch, speed):
+    """A batch of augmented recordings at a speed is one of recordings made at it."""
+    monkeypatch.setattr("colonnade.speech.corpus.SPEEDS", (speed,))
+    for name in ("augment_sound", "mask_sound"):
+        monkeypatch.setattr(f"colonnade.speech.corpus.{name}", lambda samples, _: samples)
+    monkeypatch.setattr("colonnade.speech.corpus.mask_bands", lambda bands, *_: bands)
+    data = Corpus(corpus, SEEING, "train")
+    found = data.train_batch(range(3), np.random.default_rng(1), noise=False, augment=True)
+    lines = []
+    for i, one in enumerate(data.recordings):
+        changed = augment.at_speed(data.samples[i].astype(np.float32) / 32768, speed)
+        assert len(changed) == round(len(data.samples[i]) / speed)
+        write_audio(corpus / f"fast-{i}.wav", changed)
+        words = tuple((start / speed, end / speed) for start, end in one.words)
+        phonemes = tuple((start / speed, name) for start, name in one.phonemes)
+        update = {"audio": f"fast-{i}.wav", "words": words, "phonemes": phonemes}
+        lines.append(one.model_copy(update=update).model_dump_json())
+    (corpus / MANIFEST).write_text("\n".join(lines))
+    monkeypatch.setattr("colonnade.speech.corpus.SPEEDS", (1.0,))
+    made = Corpus(corpus, SEEING, "train").train_batch(range(3), np.random.default_rng(1), noise=False, augment=True)
+    assert found.lengths == made.lengths
+    assert torch.equal(found.letters_P, made.letters_P)
+    assert torch.equal(found.frames.seen_T, made.frames.seen_T)
+    assert torch.equal(found.frames.pictures_seen, made.frames.pictures_seen)
+    heard = found.frames.heard_T
+    difference = (found.frames.sound_TA - made.frames.sound_TA)[heard].abs()
+    assert heard.any()
+    assert difference.mean() < 0.05, "the files are of 16 bits"
+
+
+def test_speed_raises_a_tone():
+    fast = augment.at_speed(tone(16000), 1.1)
+    assert len(fast) == round(16000 / 1.1)
+    spectra = [np.abs(np.fft.rfft(x[:14000])) for x in (tone(16000), fast)]
+    low, high = (int(x.argmax()) for x in spectra)
+    assert high == pytest.approx(1.1 * low, abs=2)
+    assert not len(augment.at_speed(tone(0), 1.1))
 
 
 def test_batches_prepared_ahead_are_those_of_their_steps(corpus, monkeypatch):

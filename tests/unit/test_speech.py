@@ -537,16 +537,6 @@ def test_an_epoch_has_each_recording_once():
     assert places[:10] != places[10:]
 
 
-def test_batches_prepared_ahead_are_those_of_their_steps(spoken):
-    corpus, settings = fit.Corpus(spoken, SEEING, "train"), SETTINGS._replace(augment=True)
-    ahead = fit._batches(corpus, settings, range(1, 6), gpu=True)
-    for step, (prepare,) in enumerate(ahead, 1):
-        expected, batch = fit.train_batch(corpus, settings, step, parts=1), prepare()
-        assert batch.labels == expected.labels
-        pairs = [(batch.frames.sound_TA, expected.frames.sound_TA), (batch.letters_P, expected.letters_P)]
-        assert all(torch.equal(*pair) for pair in pairs)
-
-
 @pytest.mark.slow
 def test_training_learns_sentences(spoken, tmp_path):
     """Nine clean sentences, most of the way to by heart."""
