@@ -216,17 +216,11 @@ class SegmentStep:
         return places, queries[places]
 
     @cached_property
-    def run(self) -> slice | Tensor:
+    def stream_index(self) -> slice | Tensor:
         """The streams; a slice if they follow each other, which copies no keys."""
-        first, *_ = streams = [stream for stream, _, _ in self.parts]
-        return (
-            slice(first, first + len(streams)) if streams == [*range(first, first + len(streams))] else self.streams_B
-        )
-
-    @cached_property
-    def stores_all(self) -> bool:
-        """Whether the keys of all rows are stored: there are no summaries."""
-        return not self.rows.memory
+        streams = [stream for stream, _, _ in self.parts]
+        own = slice(streams[0], streams[0] + len(streams))
+        return own if streams == [*range(own.start, own.stop)] else self.streams_B
 
     @cached_property
     def key_distances(self) -> Tensor:
@@ -260,10 +254,10 @@ class SegmentStepView:
         """o_TnH; 0 for memories. ``relative`` needs R = M = 0."""
         step = self.step
         for pool, new in ((self.k_BSkH, k_TkH), (self.v_BSkH, v_TkH)):
-            stored = new if step.stores_all else new[step.written]
+            stored = new[step.written] if step.rows.memory else new
             pool.flatten(0, 1).index_copy_(0, step.slots, stored.to(pool.dtype))
         slots = step.mask_BSS.shape[2]
-        keys, values = self.k_BSkH[:, :slots][step.run], self.v_BSkH[:, :slots][step.run]
+        keys, values = self.k_BSkH[:, :slots][step.stream_index], self.v_BSkH[:, :slots][step.stream_index]
         bias = None
         if relative is not None:
             p_BSnH, r_PnH = self._by_query(relative.p_TnH), relative.r_PnH

@@ -71,13 +71,16 @@ class Corpus:
         self.labels = [config.labels(one.text) for one in self.recordings]
         self.letters: list[Tensor] = []
         self.samples: list[np.ndarray] = []
-        with ThreadPoolExecutor() as pool:
+        pool = ThreadPoolExecutor()
+        try:
             loaded = pool.map(partial(_load_int16, folder), self.recordings)
             for one, labels, samples in zip(self.recordings, self.labels, loaded, strict=True):
                 if not len(samples) or not labels:
                     raise DataError(f"{one.audio} has {len(samples)} samples and text {one.text!r}; remove it")
                 self.samples.append(samples)
                 self.letters.append(self._letters(one, labels, self.frames(len(self.letters))))
+        finally:  # after an error the others are not read
+            pool.shutdown(cancel_futures=True)
         if config.picture and not all(one.phonemes for one in self.recordings):
             raise DataError(f"{folder}: mouths are drawn from phonemes, and some recordings have none; use speech-tiny")
 

@@ -37,7 +37,7 @@ PARTS = 2
 cores: with batch norm, whose statistics depend on the order, the parts run one after another. On a GPU a batch is one
 part.
 """
-PREFETCH_STEPS, PREFETCH_THREADS = 24, 12
+PREFETCH_STEPS, PREFETCH_THREADS = 16, 8
 """On a GPU: batches prepared ahead of the step, and threads that do so. A GPU is faster than one thread that does."""
 TEST_BATCH = 50
 """Recordings per test batch."""
