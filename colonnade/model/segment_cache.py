@@ -139,51 +139,51 @@ class SegmentStep:
     @staticmethod
     def of(cache: SegmentCache, parts: Sequence[tuple[int, int, int]]) -> "SegmentStep":
         """Tables of one step; their sizes are bounded by the streams, not by their lengths."""
-        device = cache.k_LBSkH.device
+        device, M, memory_slots = cache.k_LBSkH.device, cache.sizes.memory, cache.memory_slots
         sizes_B = [cache.sizes_of[stream] for stream, _, _ in parts]
         S, R = max(sizes.segment for sizes in sizes_B), max(sizes.right for sizes in sizes_B)
-        B, M = len(parts), cache.sizes.memory
-        T, copies = sum(n for _, n, _ in parts), sum(r for _, _, r in parts)
+        B, T, copies = len(parts), sum(n for _, n, _ in parts), sum(r for _, _, r in parts)
+        states = [
+            (stream, n, r, cache.frames[stream], cache.segments[stream], sizes.left, sizes.left + sizes.segment)
+            for (stream, n, r), sizes in zip(parts, sizes_B, strict=True)
+        ]
+        stream_B1, n_B1, r_B1, start_B1, number_B1, left_B1, ring_B1 = torch.tensor(states).T.unsqueeze(2)
+        frame_S, copy_R = torch.arange(S), torch.arange(R)
+        is_frame_BS, is_copy_BR = frame_S < n_B1, copy_R < r_B1
         queries = torch.full((B, S + R + (M > 0)), -1)
-        mask = torch.zeros(B, max(map(cache.slots_of, sizes_B)), dtype=torch.bool)
-        numbers = torch.zeros(mask.shape, dtype=torch.long)
-        frame_slots: list[Tensor] = []
-        copy_slots: list[Tensor] = []
-        memory_slots: list[int] = []
-        frame = 0
-        copy = T
-        for b, (stream, n, r) in enumerate(parts):
-            base, start, number = stream * cache.width, cache.frames[stream], cache.segments[stream]
-            L = sizes_B[b].left
-            ring = L + sizes_B[b].segment
-            own = cache.memory_slots + torch.arange(start, start + n) % ring
-            after = cache.memory_slots + ring + torch.arange(r)
-            queries[b, :n] = torch.arange(frame, frame + n)
-            queries[b, S : S + r] = torch.arange(copy, copy + r)
-            seen = torch.arange(max(0, start - L), start + n)
-            mask[b, cache.memory_slots + seen % ring] = True
-            numbers[b, cache.memory_slots + seen % ring] = seen
-            mask[b, after] = True
-            if M:
-                queries[b, -1] = T + copies + b
-                mask[b, torch.arange(max(0, number - M), number) % cache.memory_slots] = True
-                memory_slots.append(base + number % cache.memory_slots)
-            frame_slots.append(base + own)
-            copy_slots.append(base + after)
-            frame, copy = frame + n, copy + r
-        counts = torch.tensor([n for _, n, _ in parts], dtype=torch.long)
+        queries[:, :S][is_frame_BS] = torch.arange(T)
+        queries[:, S : S + R][is_copy_BR] = torch.arange(T, T + copies)
+        if M:
+            queries[:, -1] = torch.arange(T + copies, T + copies + B)
+        # Slots of a stream: memories, the ring of frames, copies. The ring's slot j has the last frame t = j mod ring.
+        place_P = torch.arange(max(map(cache.slots_of, sizes_B))) - memory_slots
+        last_B1 = start_B1 + n_B1 - 1
+        numbers = last_B1 - (last_B1 - place_P) % ring_B1
+        in_ring = (place_P >= 0) & (place_P < ring_B1)
+        mask = in_ring & (numbers >= (start_B1 - left_B1).clamp(min=0))
+        numbers = numbers.where(mask, 0)
+        mask |= (place_P >= ring_B1) & (place_P < ring_B1 + r_B1)
+        base_B1 = stream_B1 * cache.width
+        first_B1 = base_B1 + memory_slots
+        slots = [
+            (first_B1 + (start_B1 + frame_S) % ring_B1)[is_frame_BS], (first_B1 + ring_B1 + copy_R)[is_copy_BR],
+        ]  # fmt: skip
+        if M:
+            memories = number_B1 - 1 - (number_B1 - 1 - torch.arange(memory_slots)) % memory_slots
+            mask[:, :memory_slots] = memories >= (number_B1 - M).clamp(min=0)
+            slots.append((base_B1 + number_B1 % memory_slots)[:, 0])
         rows = SegmentRows(
-            torch.repeat_interleave(torch.arange(B), counts).to(device), torch.empty(0, dtype=torch.long), B, M > 0
+            torch.repeat_interleave(torch.arange(B), n_B1[:, 0]).to(device), torch.empty(0, dtype=torch.long), B, M > 0
         )
         mask_BSS = mask[:, None].repeat(1, queries.shape[1], 1)
         written = torch.arange(T + copies)
         if M:
-            mask_BSS[:, -1, : cache.memory_slots] = False
+            mask_BSS[:, -1, :memory_slots] = False
             written = torch.cat((written, T + copies + B + torch.arange(B)))
-        slots = torch.cat((*frame_slots, *copy_slots, torch.tensor(memory_slots, dtype=torch.long)))
-        streams_B = torch.tensor([stream for stream, _, _ in parts], dtype=torch.long)
-        starts_B = torch.tensor([cache.frames[stream] for stream, _, _ in parts], dtype=torch.long)
-        tables = (x.to(device) for x in (queries, written, slots, streams_B, mask_BSS, numbers, starts_B))
+        tables = (
+            x.to(device)
+            for x in (queries, written, torch.cat(slots), stream_B1[:, 0], mask_BSS, numbers, start_B1[:, 0])
+        )
         return SegmentStep(cache, parts, rows, *tables)
 
     def at(self, layer: int, window: int | None) -> "SegmentStepView":
