@@ -317,6 +317,22 @@ def test_every_team_count(width: int, lines: int) -> None:
     same(Case(lengths, [1] * lines, K=1, group=5, H=width, page=16, dtype=torch.float16).made("cuda"), 6e-4)
 
 
+@pytest.mark.parametrize(
+    ("K", "width", "lengths"),
+    [(1, 64, [1000] * 157), (2, 128, [700] * 71), (2, 64, [300] * 174), (1, 256, [400] * 140 + [90, 3, 0])],
+    ids=str,
+)
+def test_whole_lines_and_pieces_of_others(K: int, width: int, lengths: list[int], kernels: str) -> None:
+    """A few more lines than multiprocessors: the others are cut, and one team of each block merges while another reads."""
+    made = Case(lengths, [1] * len(lengths), K=K, group=5, H=width, page=16, dtype=torch.float16).made("cuda")
+    same(made, 6e-4)
+    if kernels == "cuda":
+        assert 0 < sum(item.slot < 0 for item in made.plan.items) < len(lengths) * K
+    first = made.run()
+    for _ in range(20):
+        assert all(torch.equal(a, b) for a, b in zip(made.run(), first, strict=True))
+
+
 def test_a_thousand_launches_of_random_cells_leak_no_memory() -> None:
     """Random heads, pages, caches and lengths, split and unsplit."""
     draw = torch.Generator().manual_seed(1)

@@ -208,7 +208,7 @@ class KernelLayout:
         if self.shared is None or tables is None:
             return split_planner.plan(
                 lengths, queries, *few, chunk=self.chunk, runs=self.runs, aligned=self.aligned, max_keys=max_keys,
-                ahead=ahead,
+                ahead=ahead, teams=self.tiles.workers if self.cuda else 1,
             )  # fmt: skip
         many = self.shared.kernel_costs
         return cascade.plan(tables, lengths, queries, page_tokens, few, many, max_keys=max_keys, ahead=ahead)
