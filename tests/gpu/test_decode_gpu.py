@@ -323,7 +323,7 @@ def test_every_team_count(width: int, lines: int) -> None:
     ids=str,
 )
 def test_whole_lines_and_pieces_of_others(K: int, width: int, lengths: list[int], kernels: str) -> None:
-    """A few more lines than multiprocessors: the others are cut, and one team of each block merges while another reads."""
+    """A few more lines than multiprocessors: the others are cut, and merged by one team while another reads."""
     made = Case(lengths, [1] * len(lengths), K=K, group=5, H=width, page=16, dtype=torch.float16).made("cuda")
     same(made, 6e-4)
     if kernels == "cuda":

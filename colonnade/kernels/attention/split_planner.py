@@ -17,9 +17,9 @@ slightly more than a whole number of rounds.
 **Not splitting.** Whole lines are assigned longest first, each to the worker that ends first (Graham 1969). The plan
 that ends earlier, including its merge, is chosen; with few lines fewer workers are tried too, whose merge has fewer
 pieces. If workers merge the lines they split (``twice``), one piece per worker is tried as well, so that no worker
-merges two lines. If workers share a multiprocessor (``teams``), so many whole lines are tried as give every
-multiprocessor equally many, with the remaining lines in one piece for each: of 140 lines on 132 multiprocessors, 8 would
-otherwise make 8 multiprocessors read twice as long. The pieces end first, so that their merge costs no time.
+merges two lines. If workers share a multiprocessor (``teams``), one more way is tried: as many whole lines as give
+every multiprocessor equally many, and the remaining ones cut over all. Else, of 140 lines on 132 multiprocessors, 8
+would make 8 multiprocessors read twice as long. The pieces end before the whole lines, so their merge costs no time.
 
 **Fixed splits** (``chunk``): lines are split at multiples of ``chunk`` keys, independently of the batch; which worker
 reads a chunk does not change its state, and chunks merge in order. A request's result is then bitwise the same alone
@@ -161,7 +161,8 @@ class _Lines(NamedTuple):
 
 class _Assignment(NamedTuple):
     """Each worker's pieces, the number of states of each line, when all reads end, the keys of aligned pieces, and how
-    long before the end of all reads the last states of split lines are there."""
+    long before the end of all reads the last states of split lines are there.
+    """
 
     pieces: list[list[_Piece]]
     parts: list[int]
