@@ -58,7 +58,7 @@ def test_pages(page: int, dtype: torch.dtype) -> None:
     )
 
 
-@pytest.mark.parametrize("most", [3, 20, 70, 256])
+@pytest.mark.parametrize("most", [3, 20, 70, 128])
 @pytest.mark.parametrize(("K", "group"), [(8, 1), (3, 7), (1, 16)])
 def test_many_lines(most: int, K: int, group: int) -> None:
     """Blocks of several lines; requests without keys among them, and one that is not finite."""

@@ -173,6 +173,18 @@ def test_blocks_of_the_kernel_for_a_few_keys() -> None:
     assert cuda_decode.short_block(cuda_decode.SHORT_KEYS, 133, 132) == (16, 16)
 
 
+@pytest.mark.parametrize(
+    ("keys", "megabytes", "lines", "width", "few"),
+    [
+        (0, 0, 5, 64, True), (128, 30, 9000, 128, True), (128, 34, 9000, 128, False), (114, 22, 192, 256, False),
+        (157, 6, 280, 64, True), (256, 2, 752, 64, False), (254, 1, 28, 128, True), (257, 1, 1, 64, False),
+    ],
+)  # fmt: skip
+def test_steps_that_use_the_kernel_for_a_few_keys(keys: int, megabytes: int, lines: int, width: int, few: bool) -> None:
+    """As measured on an H200 (docs/log.md)."""
+    assert cuda_decode.few_keys(keys, megabytes * 10**6, lines, width) == few
+
+
 def test_request_of_a_line_by_multiplication() -> None:
     """A line over the lines of a request, as it is computed with ``lines_inverse``."""
     for heads in (*range(2, 130), 1000):

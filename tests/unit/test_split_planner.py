@@ -494,7 +494,7 @@ def test_no_worker_merges_two_lines_where_slower(lengths: list[int]) -> None:
     assert plan.finish <= without.finish + costs.twice
 
 
-@pytest.mark.parametrize(("count", "keys", "heads"), [(157, 1000, 1), (71, 1316, 2), (19, 456, 10), (58, 3219, 6)])
+@pytest.mark.parametrize(("count", "keys", "heads"), [(157, 1000, 1), (71, 1316, 2), (19, 456, 10), (165, 4516, 1)])
 def test_a_few_more_lines_than_multiprocessors_are_level(count: int, keys: int, heads: int) -> None:
     """The lines beyond a whole number for each multiprocessor are cut, so that all read as many tiles."""
     shape, lengths, queries = Shape(kv_heads=heads, group=8, rows=8, tile=16), [keys] * count, [1] * count
@@ -508,7 +508,9 @@ def test_a_few_more_lines_than_multiprocessors_are_level(count: int, keys: int, 
     assert plan.finish <= plan_splits(lengths, queries, shape, WORKERS, costs).finish
 
 
-@pytest.mark.parametrize("lengths", [[2000] * 264, [70_000, *[30] * 150], [900] * 1500, [0] * 140], ids=len)
+@pytest.mark.parametrize(
+    "lengths", [[2000] * 264, [70_000, *[30] * 150], [900] * 1500, [0] * 140, [114] * 192], ids=len
+)
 def test_other_lines_are_planned_as_without_teams(lengths: list[int]) -> None:
     shape, queries = Shape(kv_heads=1, group=8, rows=8, tile=16), [1] * len(lengths)
     costs = Costs(tile=260, start=1000, merge=1800, part=12, twice=3000, lone=112)

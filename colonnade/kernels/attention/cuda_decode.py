@@ -59,12 +59,16 @@ FIXED_ROWS = 16
 """Rows of a block of several queries, with fixed splits; 32 take 1.6 times as long."""
 TEAMS_OVERRIDE: list[int] = []
 """Replaces the computed number of teams if not empty; for tuning and tests."""
-SHORT_KEYS = 256
-"""Requests of at most so many keys use the kernel without a plan..."""
+SHORT_KEYS, SHORT_MANY = 256, 128
+"""Requests of at most so many keys may use the kernel without a plan, and with any number of lines..."""
+SHORT_BYTES = 2**25
+"""... if all keys and values have at most so many bytes, because its warps load nothing while they compute; half as
+many for heads wider than 128."""
+SHORT_NUMBERS = 300_000
+"""With more than :data:`SHORT_MANY` keys, its warps times the width of a head are at most so many, about as many as
+run at once."""
 SHORT_TEAMS = (1, 2, 3, 4, 6, 8, 10, 12, 16)
 """Warps of a line: the least of these that has one for each tile."""
-SHORT_BYTES = 2**25
-"""... if all keys and values have at most so many bytes: its warps load nothing while they compute."""
 SHORT_WARPS = 4
 """Warps of its blocks at most, but for those of one line, if there are more lines than multiprocessors."""
 SHORT_HALF = 8
@@ -343,6 +347,17 @@ def short_block(keys: int, lines: int, processors: int) -> tuple[int, int]:
     """Warps of a block of the kernel for a few keys, and of a line."""
     team = next(warps for warps in SHORT_TEAMS if warps * TOKENS >= keys)
     return (max(1, SHORT_WARPS // team) * team if lines > processors else team), team
+
+
+def few_keys(keys: int, key_bytes: int, lines: int, width: int) -> bool:
+    """Whether requests of at most ``keys`` keys use the kernel for a few keys, which is faster then.
+
+    ``key_bytes`` are those of all keys and values, ``lines`` the number of blocks of 8 rows.
+    """
+    if keys > SHORT_KEYS or key_bytes > SHORT_BYTES // (2 if width > 128 else 1):
+        return False
+    team = short_block(max(1, keys), lines, 0)[1]
+    return keys <= SHORT_MANY or lines * team * width <= SHORT_NUMBERS
 
 
 def attend_short(

@@ -15,13 +15,22 @@ constexpr int VALUE_BYTES = TOKENS * H * 2;  // of a tile, as many as of a state
 constexpr int HALVES = HALF ? 1 : 2;  // of a tile's tokens, 8 each: HALF if no request has more
 static_assert(SHORT && H % 32 == 0 && !CACHE && SINGLE && NT == 1, "16 bits, whole spans, one query a request, 8 rows");
 static_assert(!HALF || TEAM == 1, "8 tokens are one tile");
-// Registers for this many blocks: with fewer, blocks of a single round would take two.
-constexpr int RESIDENT = THREADS < 512 ? 512 / THREADS : 1;
+// Two blocks of up to 8 warps fit the registers: else heads of 256 have room for one, and a step of 192 lines takes two
+// rounds. Smaller blocks fit several times anyway.
+constexpr int MOST_THREADS = HALF || THREADS > 256 ? THREADS : 256, RESIDENT = THREADS > 128 && THREADS <= 256 ? 2 : 1;
 
-// Without ``any`` nothing is read, and the registers hold what they held: of queries and keys nobody looks at it.
+// Without ``any`` nothing is read. Half a tile has no other instructions for that: registers hold what they held, and of
+// queries and keys nobody looks at it.
 __device__ __forceinline__ void load_16_bytes(u32 (&to)[4], const char* from, bool any) {
+#if HALF
   asm volatile("{.reg .pred any; setp.ne.u32 any, %5, 0; @any ld.global.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];}"
                : "+r"(to[0]), "+r"(to[1]), "+r"(to[2]), "+r"(to[3]) : "l"(from), "r"((u32)any) : "memory");
+#else
+  to[0] = to[1] = to[2] = to[3] = 0;
+  if (any)
+    asm volatile("ld.global.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "l"(from) : "memory");
+#endif
 }
 
 __device__ __forceinline__ void own_16_bytes(u32 (&to)[4], u32 from) {
@@ -29,12 +38,7 @@ __device__ __forceinline__ void own_16_bytes(u32 (&to)[4], u32 from) {
                : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(from) : "memory");
 }
 
-// A first product, whose sums are 0 before; and one over 8 tokens.
-__device__ __forceinline__ void mma_first(float* c, const u32* a, u32 b0, u32 b1) {
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." TYPE "." TYPE ".f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%10,%10,%10};"
-               : "=f"(c[0]), "=f"(c[1]), "=f"(c[2]), "=f"(c[3])
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(0.f));
-}
+// A product over 8 tokens, of which no sums are there yet.
 __device__ __forceinline__ void mma_8_tokens(float* c, u32 a0, u32 a1, u32 b) {
   asm volatile("mma.sync.aligned.m16n8k8.row.col.f32." TYPE "." TYPE ".f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%7,%7,%7,%7};"
                : "=f"(c[0]), "=f"(c[1]), "=f"(c[2]), "=f"(c[3]) : "r"(a0), "r"(a1), "r"(b), "f"(0.f));
@@ -89,7 +93,7 @@ __device__ __forceinline__ void write_rows(const Args& a, State& sums, const Ite
   }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend_short(const __grid_constant__ Args a) {
+extern "C" __global__ void __launch_bounds__(MOST_THREADS, RESIDENT) attend_short(const __grid_constant__ Args a) {
   extern __shared__ __align__(16) char smem[];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int team = warp / TEAM, member = warp % TEAM, line = blockIdx.x * TEAMS + team;
@@ -124,21 +128,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend_short(con
     const i64 at = there ? page : 0, token = token0 % PAGE + g;
     const char* const k_from = a.k + at * a.k_page + token * a.k_p + item.head * a.k_k + t * 16;
     const char* const v_from = a.v + at * a.v_page + token * a.v_p + item.head * a.v_k + t * 16;
-    // Values wait in shared memory, each lane's in a place of its own, or in registers if they are few. To save registers or
-    // time the assembler would load them after the keys' products; it moves none over the barrier, at which no lane waits.
-    u32 v[HALF ? SPANS : 1][4];
+#if HALF
+    u32 v[SPANS][4];
 #pragma unroll
     for (int c = 0; c < SPANS; c++) {
-      if (HALF) {
-        u32(&to)[4] = v[HALF ? c : 0];
-        to[0] = to[1] = to[2] = to[3] = 0;
-        load_16_bytes(to, v_from + c * 64, g < left);
-      }
-#pragma unroll
-      for (int half = 0; half < (HALF ? 0 : 2); half++)
-        copy16(mine + (c * 2 + half) * 512, v_from + half * 8 * a.v_p + c * 64, g + half * 8 < left ? 16 : 0, policy);
+      v[c][0] = v[c][1] = v[c][2] = v[c][3] = 0;
+      load_16_bytes(v[c], v_from + c * 64, g < left);
     }
-    if (!HALF) commit();
+#else
+    // Values wait in shared memory, each lane's in a place of its own. To save registers or time the assembler would load
+    // them after the keys' products; it moves none over the barrier, at which no lane waits.
+#pragma unroll
+    for (int c = 0; c < SPANS; c++)
+#pragma unroll
+      for (int half = 0; half < 2; half++)
+        copy16(mine + (c * 2 + half) * 512, v_from + half * 8 * a.v_p + c * 64, g + half * 8 < left ? 16 : 0, policy);
+    commit();
+#endif
     __syncwarp();
     u32 k[SPANS][HALVES][4];  // of tokens g and g + 8
 #pragma unroll
@@ -162,45 +168,52 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend_short(con
     float s[NT][2][4];
     u32 p[NT][2];
 #pragma unroll
-    for (int n = 0; n < NT; n++)
+    for (int n = 0; n < NT; n++) {
+#pragma unroll
+      for (int e = 0; e < 4; e++) s[n][0][e] = s[n][1][e] = 0;
 #pragma unroll
       for (int c = 0; c < SPANS; c++)
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-          // Of 8 tokens a lane's 16 bytes are a matrix as they are: half of the sums of each product are of use, those of
-          // rows g of the first and of g + 8 of the second. The others belong to no token.
-          const int i = HALF ? half : 2 * half, j = HALF ? half + 2 : i + 1;
-          const u32(&x)[4] = k[c][0], (&y)[4] = k[c][HALVES - 1];
-          const u32 f[4] = {HALF ? x[0] : x[i], HALF ? x[1] : y[i], HALF ? x[2] : x[j], HALF ? x[3] : y[j]};
-          if (c) mma(s[n][half], f, q[n][c][i], q[n][c][j]);
-          else mma_first(s[n][half], f, q[n][c][i], q[n][c][j]);
-          if (HALF && c + 1 == SPANS && half) { s[n][1][0] = s[n][1][2]; s[n][1][1] = s[n][1][3]; }
+#if HALF
+          // A lane's 16 bytes are a matrix as they are: of each product half of the sums are of use, those of rows g of
+          // the first and of g + 8 of the second. The others belong to no token.
+          mma(s[n][half], k[c][0], q[n][c][half], q[n][c][half + 2]);
+#else
+          const int i = 2 * half;
+          const u32 f[4] = {k[c][0][i], k[c][1][i], k[c][0][i + 1], k[c][1][i + 1]};
+          mma(s[n][half], f, q[n][c][i], q[n][c][i + 1]);
+#endif
         }
+#if HALF
+      s[n][1][0] = s[n][1][2];
+      s[n][1][1] = s[n][1][3];
+#endif
+    }
     const bool plain = there && token0 + TOKENS <= length && (!WINDOWED || token0 >= length - a.window);
     weigh(a, s, p, sums, view, token0, there, plain, g, t);
-    if (!HALF) wait_after(sums.top[0][0]);
+#if HALF
+#pragma unroll
+    for (int c = 0; c < SPANS; c++)
+#pragma unroll
+      for (int half = 0; half < 2; half++)
+        mma_8_tokens(sums.o[0][2 * c + half], transpose(v[c][2 * half]), transpose(v[c][2 * half + 1]), p[0][0]);
+#else
+    wait_after(sums.top[0][0]);
 #pragma unroll
     for (int c = 0; c < SPANS; c++) {
-      u32 x[HALVES][4];
-#pragma unroll
-      for (int half = 0; half < HALVES; half++)
-        if (!HALF) own_16_bytes(x[half], mine + (c * 2 + half) * 512);
+      u32 v[2][4];
+      own_16_bytes(v[0], mine + c * 1024);
+      own_16_bytes(v[1], mine + c * 1024 + 512);
 #pragma unroll
       for (int half = 0; half < 2; half++) {
         const int i = 2 * half;
+        const u32 f[4] = {transpose(v[0][i]), transpose(v[0][i + 1]), transpose(v[1][i]), transpose(v[1][i + 1])};
 #pragma unroll
-        for (int n = 0; n < NT; n++) {
-          float* const o = sums.o[n][2 * c + half];
-          if (HALF) {
-            mma_8_tokens(o, transpose(v[HALF ? c : 0][i]), transpose(v[HALF ? c : 0][i + 1]), p[n][0]);
-          } else {
-            const u32 f[4] = {transpose(x[0][i]), transpose(x[0][i + 1]), transpose(x[HALVES - 1][i]),
-                              transpose(x[HALVES - 1][i + 1])};
-            mma_first(o, f, p[n][0], p[n][1]);
-          }
-        }
+        for (int n = 0; n < NT; n++) mma(sums.o[n][2 * c + half], f, p[n][0], p[n][1]);
       }
     }
+#endif
   }
   if (TEAM == 1) {
     write_rows(a, sums, item, g, t);

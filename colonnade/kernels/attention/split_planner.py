@@ -61,6 +61,10 @@ MANY_LINES = 4096
 """Lines from which on up to a thirty-second of the workers may idle to plan in time."""
 WHOLE_LINES = 3
 """Whole lines of a team at most, if its multiprocessor also reads a piece of another."""
+LEAST_TILES = 16
+"""Tiles of the longest line at least: a merge of shorter ones is not hidden."""
+ALONE = 12
+"""With two teams, by what part of its time a team is slower once the other has ended: half of the ring is idle."""
 
 
 def plan(
@@ -328,12 +332,12 @@ def _whole_and_rest(
 ) -> list[_Assignment]:
     """As many whole lines for each multiprocessor as all can have; the shorter lines that remain are cut.
 
-    The last team of each takes what is cut: one piece, or as stream-K. Empty if no line remains, or there are too few
-    or too many.
+    The last team of each takes what is cut: one piece, or with more than two teams as stream-K. Empty if no line
+    remains, there are too few or too many, or they are short.
     """
     blocks = workers // teams
     count = len(lines.tiles) // blocks * blocks
-    if not 0 < count < len(lines.tiles) or count > WHOLE_LINES * (teams - 1) * blocks:
+    if not 0 < count < len(lines.tiles) or count > WHOLE_LINES * (teams - 1) * blocks or max(lines.tiles) < LEAST_TILES:
         return []
     order = sorted(range(len(lines.tiles)), key=lines.tiles.__getitem__, reverse=True)
     whole: list[list[_Piece]] = [[] for _ in range(workers - blocks)]
@@ -348,25 +352,39 @@ def _whole_and_rest(
     rest = sorted(order[count:])
     left = _Lines(*([field[i] for i in rest] for field in lines))
     ways = [_one_piece_per_worker(left, tile, blocks, blocks, costs)]
-    if costs.twice:
+    if teams > 2:
         ways.append(_stream_k(left, [prices[i] for i in rest], tile, blocks, costs, costs.tile // 8))
-    found: list[_Assignment] = []
-    for cut in ways:
-        parts = [1] * len(lines.tiles)
-        for i, n in zip(rest, cut.parts, strict=True):
-            parts[i] = n
-        taken = sorted(cut.pieces, key=lambda taken: _tiles_of(taken, tile), reverse=True)
-        last: list[list[_Piece]] = [[] for _ in range(blocks)]
-        all_tiles, longest = tiles[:], _tiles_of(taken[0], tile)
-        for block, taken_here in zip(sorted(range(blocks), key=tiles.__getitem__), taken, strict=False):
-            last[block] = [(rest[i], first, end) for i, first, end in taken_here]
-            all_tiles[block] += _tiles_of(taken_here, tile)
-        # Teams share their multiprocessor's bandwidth equally.
-        end = max(all_tiles) * costs.tile // teams
-        cut_end = min(teams * longest, max(all_tiles)) * costs.tile // teams
-        starts = costs.start * max(map(len, (*whole, *last)))
-        found.append(_Assignment([*whole, *last], parts, starts + end, early=end - cut_end))
-    return found
+    return [_beside_whole_lines(whole, tiles, cut, rest, lines, tile, teams, costs) for cut in ways]
+
+
+def _beside_whole_lines(
+    whole: list[list[_Piece]],
+    tiles: list[int],
+    cut: _Assignment,
+    rest: list[int],
+    lines: _Lines,
+    tile: int,
+    teams: int,
+    costs: Costs,
+) -> _Assignment:
+    """Whole lines of all teams but the last, and for that the pieces of ``cut``, whose lines are ``rest``.
+
+    ``tiles`` are those of each multiprocessor's whole lines; the one with the fewest takes the most pieces.
+    """
+    parts, tiles = [1] * len(lines.tiles), tiles[:]
+    for i, n in zip(rest, cut.parts, strict=True):
+        parts[i] = n
+    taken = sorted(cut.pieces, key=lambda pieces: _tiles_of(pieces, tile), reverse=True)
+    last: list[list[_Piece]] = [[] for _ in tiles]
+    for block, pieces in zip(sorted(range(len(tiles)), key=tiles.__getitem__), taken, strict=False):
+        last[block] = [(rest[i], first, end) for i, first, end in pieces]
+        tiles[block] += _tiles_of(pieces, tile)
+    # Teams share their multiprocessor's bandwidth equally.
+    end = max(tiles) * costs.tile // teams
+    alone = end - min(teams * _tiles_of(taken[0], tile), max(tiles)) * costs.tile // teams
+    slower = alone // ALONE if teams == 2 else 0
+    starts = costs.start * max(map(len, (*whole, *last)))
+    return _Assignment([*whole, *last], parts, starts + end + slower, early=alone)
 
 
 def _tiles_of(pieces: list[_Piece], tile: int) -> int:
