@@ -1,4 +1,4 @@
-"""Common test setup: one thread per process, no network, fixed examples, GPU tests skipped without a GPU."""
+"""Common test setup: one thread per process, no network, fixed examples."""
 
 import os
 import signal
@@ -114,9 +114,3 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     mark_unsampled_cases(items)
     order = {TESTS / name: i for i, name in enumerate(SLOWEST)}
     items.sort(key=lambda item: order.get(item.path, len(order)))
-    if torch.cuda.is_available():
-        return
-    skip = pytest.mark.skip(reason="needs a CUDA device")
-    for item in items:
-        if item.get_closest_marker("gpu"):
-            item.add_marker(skip)
