@@ -162,6 +162,15 @@ class _Lines(NamedTuple):
     joined: list[bool]
     """Whether the line is merged in any case."""
 
+    def chosen(self, which: list[int]) -> "_Lines":
+        return _Lines(
+            [self.names[i] for i in which],
+            [self.firsts[i] for i in which],
+            [self.ends[i] for i in which],
+            [self.tiles[i] for i in which],
+            [self.joined[i] for i in which],
+        )
+
 
 class _Assignment(NamedTuple):
     """Each worker's pieces, the number of states of each line, when all reads end, the keys of aligned pieces, and how
@@ -350,7 +359,7 @@ def _whole_and_rest(
         tiles[block] += lines.tiles[i]
         heapq.heapreplace(heap, heap[0] + prices[i] * blocks)
     rest = sorted(order[count:])
-    left = _Lines(*([field[i] for i in rest] for field in lines))
+    left = lines.chosen(rest)
     ways = [_one_piece_per_worker(left, tile, blocks, blocks, costs)]
     if teams > 2:
         ways.append(_stream_k(left, [prices[i] for i in rest], tile, blocks, costs, costs.tile // 8))
