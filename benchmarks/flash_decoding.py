@@ -6,6 +6,7 @@
     python benchmarks/flash_decoding.py --sweep 0 300 --pinned 40    # random shapes against the best peer; prints the
                                                            # worst ten; a dozen fixed tiles for the first 40
     python benchmarks/flash_decoding.py --sweep 0 300 --resume --seconds 200    # further cells for the same record
+    python benchmarks/flash_decoding.py --sweep 0 300 --resume --again 93 294   # these cells of it anew
     python benchmarks/flash_decoding.py --tune --widths 128    # measures tiles and costs; writes decode_tiles.json
     python benchmarks/flash_decoding.py --tune-eight       # the same for 8-bit caches
     python benchmarks/flash_decoding.py --shared           # 32 requests sharing a prefix of 32,768 keys
@@ -116,6 +117,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--pinned", type=int, default=0, help="cells of a sweep that fixed tiles run too")
     parser.add_argument("--seconds", type=float, default=3600, help="time after which a sweep starts no further cell")
     parser.add_argument("--resume", action="store_true", help="keep the cells that an earlier sweep's record has")
+    parser.add_argument("--again", nargs="+", type=int, default=[], help="with --resume, cells to measure anew")
     parser.add_argument("--most-gb", type=float, default=20, help="largest cache of a random cell")
     parser.add_argument("--widths", type=int, nargs="+", default=[64, 128, 256], help="head widths to tune for")
     parser.add_argument("--tiles", type=Path, default=Path(decode_tiles.__file__).with_name("decode_tiles.json"))
@@ -135,6 +137,8 @@ def main(argv: list[str] | None = None) -> None:
     other = next((f"--{mode}" for mode in MODES if getattr(args, mode.replace("-", "_"))), None)
     if args.resume and not args.sweep:
         parser.error("--resume continues a sweep; add --sweep SEED COUNT")
+    if args.again and not args.resume:
+        parser.error("--again measures cells of an earlier sweep anew; add --resume")
     if other and (args.flex or args.fixed_cuts):
         parser.error(f"--flex and --fixed-cuts add rows to the table, which {other} does not measure")
     tunes = other in ("--tune", "--tune-eight")
@@ -172,6 +176,7 @@ def record(args: argparse.Namespace, device: str, read: float, folder: Path, nam
     if args.sweep:
         part, notes = "_sweep", sweep.__doc__
         rows = Rows(f"flash_decoding_sweep_{name}", folder, resume=args.resume)
+        rows.keep(lambda row: row["cell"] not in args.again)
         before = len(rows)
         most = 2**16 if args.tiny else args.most_gb * 1e9
         sweep.sweep(rows, *args.sweep, device, read, most_bytes=most, pinned=args.pinned, most_s=args.seconds)

@@ -3,6 +3,7 @@
     python benchmarks/skinny_gemm.py                # Llama-2-7B's matrices, 1 to 16 rows, in bfloat16, int8, int4
     python benchmarks/skinny_gemm.py --tune         # measures candidate tiles, about four minutes
     python benchmarks/skinny_gemm.py --tune --units # only tensor-core tiles, against the table's: two minutes
+    python benchmarks/skinny_gemm.py --tune --34b   # CodeLlama-34B's matrices, one row in bfloat16: a minute
     python benchmarks/skinny_gemm.py --tiny         # the reference on a CPU: a smoke test
 
 A CUDA graph of several calls is timed, each call on another copy of the weights, so that none finds them in the L2
@@ -39,8 +40,10 @@ COLD_BYTES = 2**28
 SHAPES = {
     "qkv": (12288, 4096, "norm"), "out": (4096, 4096, "more"), "gate and up": (11008, 4096, "gate"),
     "down": (4096, 11008, "more"), "unembed": (32000, 4096, ""),
+    "34B qkv": (10240, 8192, "norm"), "34B out": (8192, 8192, "more"), "34B gate and up": (22016, 8192, "gate"),
+    "34B down": (8192, 22016, "more"), "34B unembed": (32000, 8192, ""),
 }  # fmt: skip
-"""Outputs, inputs, and the operation fused with the GEMM."""
+"""Outputs, inputs, and the operation fused with the GEMM: Llama-2-7B's matrices, and CodeLlama-34B's."""
 KINDS = "plain", "int8", "int4"
 
 
@@ -56,11 +59,13 @@ class Product(NamedTuple):
         return SHAPES[self.name][2] == "gate"
 
 
+LARGE = [Product(name, "plain", 1) for name in SHAPES if name.startswith("34B")]
 CELLS = [
     Product(name, kind, rows)
     for rows, kind, name in itertools.product((1, 2, 4, 8, 16), KINDS, SHAPES)
     # Output projections of 4-bit models are int8; in bfloat16 the library is fast for more rows.
-    if (name != "unembed" or (rows == 1 and kind != "int4"))
+    if not name.startswith("34B")
+    and (name != "unembed" or (rows == 1 and kind != "int4"))
     and (kind != "plain" or rows <= skinny_gemm_tiles.MAX_CUDA_CORE_ROWS)
 ]
 
@@ -206,11 +211,13 @@ def to_measure(
     cells: Sequence[Product], *, units: bool
 ) -> tuple[list[dict[str, Any]], dict[Product, list[SkinnyTiles]]]:
     """(table rows to keep, candidates of each cell to measure)."""
+    sizes = {SHAPES[cell.name][:2] for cell in cells}
+    others = [row for row in skinny_gemm_tiles.table() if (row["outputs"], row["inputs"]) not in sizes]
     if not units:
-        return [], {cell: candidates(cell) for cell in cells}
+        return others, {cell: candidates(cell) for cell in cells}
     ways = {cell: tensor_core_tiles(cell) + present(cell) for cell in cells if cell.kind != "plain"}
     measured = {"float8", *(cell.kind for cell in ways)}
-    return [row for row in skinny_gemm_tiles.table() if row["kind"] not in measured], ways
+    return [row for row in skinny_gemm_tiles.table() if row["kind"] not in measured or row in others], ways
 
 
 def tune(path: Path, cells: Sequence[Product], *, units: bool) -> None:
@@ -224,8 +231,8 @@ def tune(path: Path, cells: Sequence[Product], *, units: bool) -> None:
     with concurrent.futures.ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
         compiled = sum(pool.map(compile_all, *zip(*spread, strict=True)))
     print(f"{compiled} kernels in {time.perf_counter() - began:.0f} s", flush=True)
-    rows = kept + [tuned(cell, tile_candidates) for cell, tile_candidates in ways.items()]
-    rows += [row | {"kind": "float8"} for row in rows if row["kind"] == "int8"]
+    rows = [tuned(cell, tile_candidates) for cell, tile_candidates in ways.items()]
+    rows = kept + rows + [row | {"kind": "float8"} for row in rows if row["kind"] == "int8"]
     path.write_text(written(torch.cuda.get_device_name(), rows), encoding="utf-8")
     print(f"{path} in {time.perf_counter() - began:.0f} s", flush=True)
 
@@ -270,6 +277,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tune", action="store_true", help="measure candidate tiles and write the table")
     parser.add_argument("--units", action="store_true", help="with --tune: tensor-core tiles only")
+    parser.add_argument("--34b", dest="large", action="store_true", help="with --tune: CodeLlama-34B's matrices")
     parser.add_argument(
         "--kinds", choices=KINDS, nargs="+", default=list(KINDS), help="with --tune: weight formats to measure"
     )
@@ -287,7 +295,8 @@ def main(argv: list[str] | None = None) -> None:
         print("skinny_gemm.py needs a GPU, and this machine has none; --tiny shows that it runs")
         return
     if args.tune:
-        tune(args.tiles, [cell for cell in CELLS if cell.kind in args.kinds], units=args.units)
+        cells = LARGE if args.large else [cell for cell in CELLS if cell.kind in args.kinds]
+        tune(args.tiles, cells, units=args.units)
         return
     rows = measure()
     first = next(row for row in rows if row["matrix"] == "gate and up")

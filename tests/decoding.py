@@ -217,7 +217,7 @@ class Case:
         else:
             plan = split_planner.plan(
                 self.lengths, self.queries, layout.shape, layout.workers, cheap,
-                chunk=layout.chunk, runs=layout.runs, aligned=layout.aligned, ahead=ahead,
+                chunk=layout.chunk, runs=layout.runs, aligned=layout.aligned, ahead=ahead, teams=layout.teams,
             )  # fmt: skip
         size, shared_size = None, None
         if capacity:

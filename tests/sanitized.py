@@ -60,7 +60,9 @@ def cuda_cpp(device: str) -> None:
     same(Case([900, 40], [1, 1], K=1, group=8, H=256, page=16, **HALF).made(device), "cut lines of wide heads")
     same(Case([40] * 200, [1] * 200, K=4, group=2, H=64, page=16, **HALF).made(device), "teams of warps")
     KERNELS[:] = ["auto"]
-    for most in (10, 128):  # the kernel for a few keys, of one warp a line and of eight
+    lengths = [320] * 132 + [200] * 8
+    same(Case(lengths, [1] * 140, K=1, group=2, H=64, page=16, **HALF).made(device), "whole lines and pieces")
+    for most in (8, 10, 128, 256):  # the kernel for a few keys, of half a tile, one, eight and sixteen
         lengths = [(29 * i) % (most + 1) for i in range(150)]
         same(Case(lengths, [1] * 150, K=2, group=9, H=64, page=16, **HALF, **EVERYTHING).made(device), "few keys")
         print(f"{most} keys, in CUDA C++", flush=True)

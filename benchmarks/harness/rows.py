@@ -7,7 +7,7 @@ rows.done()                         # the complete record is written: remove the
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from harness.report import Cell
@@ -37,6 +37,11 @@ class Rows(list[Row]):
             self.extend(json.loads(line) for line in self.path.read_text(encoding="utf-8").splitlines())
         elif resume and record.exists():
             self.extend(json.loads(record.read_text(encoding="utf-8"))["rows"])
+        self.keep(lambda _: True)
+
+    def keep(self, chosen: Callable[[Row], bool]) -> None:
+        """Drop all rows but the chosen ones, also on disk."""
+        self[:] = filter(chosen, self)
         self.path.write_text("".join(map(_json_line, self)), encoding="utf-8")
 
     def add(self, row: Row) -> None:

@@ -21,7 +21,7 @@ from colonnade.kernels.registry import choose
 from tests.decoding import KERNELS, Case, Made, by_itself, every_code, far_apart
 from tests.gpu.launches import launch_beside_full_gpu, launch_often, same
 
-pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 4e-3, torch.float16: 6e-4}
 """Rounding the output alone costs 1.7e-3 in bfloat16. The log-sum-exp is float32, computed from rounded inputs."""
@@ -315,6 +315,24 @@ def test_every_team_count(width: int, lines: int) -> None:
     """With more lines than multiprocessors, blocks are split into teams, down to two or three warps."""
     lengths = [(31 * i) % 200 for i in range(lines - 1)] + [3000]
     same(Case(lengths, [1] * lines, K=1, group=5, H=width, page=16, dtype=torch.float16).made("cuda"), 6e-4)
+
+
+@pytest.mark.parametrize(
+    ("K", "width", "requests", "keys"), [(1, 64, 157, 1000), (2, 128, 71, 700), (1, 256, 140, 400)]
+)
+def test_whole_lines_and_pieces_of_others(K: int, width: int, requests: int, keys: int, kernels: str) -> None:
+    """A few more lines than multiprocessors: the others are cut, and merged by one team while another reads."""
+    lengths = [keys - i % 3 for i in range(requests)] + [3, 0]
+    case = Case(lengths, [1] * len(lengths), K=K, group=5, H=width, page=16, dtype=torch.float16)
+    made = case.made("cuda")
+    made.plan = plan = made.layout.plan(lengths, [1] * len(lengths))
+    made.ready = made.layout.prepare(plan, "cuda", plan.capacity)
+    same(made, 6e-4)
+    if kernels == "cuda" and cuda_decode.multiprocessors(made.q.device) == 132:
+        assert sum(item.slot < 0 for item in plan.items) == 132 + K and plan.slots > 0  # and requests of 3 keys
+    first = made.run()
+    for _ in range(20):
+        assert all(torch.equal(a, b) for a, b in zip(made.run(), first, strict=True))
 
 
 def test_a_thousand_launches_of_random_cells_leak_no_memory() -> None:

@@ -176,6 +176,10 @@ def test_flash_decoding_benchmark(tmp_path: Path) -> None:
     more = json.loads((tmp_path / "flash_decoding_sweep_tiny.json").read_text())["rows"]
     assert sorted(row["cell"] for row in more) == list(range(8))
     assert all(row in more for row in cells), "cells of the record are kept"
+    flash_decoding.main(["--tiny", "--sweep", "0", "8", "--resume", "--again", "3", "5", "--out", str(tmp_path)])
+    again = json.loads((tmp_path / "flash_decoding_sweep_tiny.json").read_text())["rows"]
+    assert sorted(row["cell"] for row in again) == list(range(8))
+    assert all(row in again for row in more if row["cell"] not in (3, 5))
     flash_decoding.main(["--tiny", "--eight-bits", "--out", str(tmp_path)])
     caches = json.loads((tmp_path / "flash_decoding_eight_tiny.json").read_text())["rows"]
     assert [row["cache"] for row in caches] == ["bfloat16", "float8", "float8, scales", "int8, scales"]

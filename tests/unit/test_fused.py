@@ -145,6 +145,17 @@ def test_tuning_tensor_cores_keeps_other_rows_of_the_table() -> None:
     assert not any(candidate.tensor_cores for candidate in skinny_gemm.cuda_core_tiles(skinny_gemm.CELLS[-1]))
 
 
+def test_tuning_one_models_sizes_keeps_the_others() -> None:
+    table = skinny_gemm_tiles.table()
+    large = {skinny_gemm.SHAPES[cell.name][:2] for cell in skinny_gemm.LARGE}
+    of_large = [row for row in table if (row["outputs"], row["inputs"]) in large]
+    assert len(of_large) == len(skinny_gemm.LARGE) == 5
+    assert skinny_gemm.to_measure(skinny_gemm.CELLS, units=False)[0] == of_large
+    remaining, ways = skinny_gemm.to_measure(skinny_gemm.LARGE, units=False)
+    assert remaining == [row for row in table if row not in of_large]
+    assert all(ways[cell] for cell in skinny_gemm.LARGE)
+
+
 def test_table_tiles_of_unmeasured_shapes() -> None:
     for kind, gated in (("plain", False), ("plain", True), ("int8", False), ("float8", True), ("int4", False)):
         for rows in (1, 2, 3, 4):

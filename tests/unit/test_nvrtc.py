@@ -128,19 +128,22 @@ def test_kernel_with_fixed_splits_has_no_spills(cache: torch.dtype, rows: int, l
 
 @compiles
 @pytest.mark.sample(2)
-@pytest.mark.parametrize(("width", "group", "keys"), [(64, 1, 5), (96, 7, 40), (128, 16, 128), (256, 8, 16)])
+@pytest.mark.parametrize(
+    ("width", "group", "keys"), [(64, 1, 5), (96, 7, 40), (128, 16, 256), (256, 8, 16), (256, 4, 8), (256, 4, 114)]
+)
 def test_kernel_for_a_few_keys_has_no_spills(width: int, group: int, keys: int, tmp_path: Path) -> None:
     q, k = torch.empty(1, group, width, dtype=torch.bfloat16), torch.empty(1, 64, 1, width, dtype=torch.bfloat16)
     for lines in (5, 1000):
         warps, team = cuda_decode.short_block(keys, lines, 132)
         tiles = Tiles(16, warps, stages=1, workers=warps // team, pieces=1, part=1)
         more = {"window": True, "cap": True, "slopes": True, "sinks": True} if lines > 5 else {}
-        macros = cuda_decode.compile_macros(q, k, group, 8, tiles, short=True, **more)
+        macros = cuda_decode.compile_macros(q, k, group, 8, tiles, short=True, half=keys <= 8, **more)
         options = cuda_decode.compiler_options(macros)
         binary = nvrtc.compile_cubin(cuda_decode.source("attend_short"), options, "sm_90", tmp_path)
         (tmp_path / "kernel.cubin").write_bytes(binary)
         assert resource_usage(tmp_path / "kernel.cubin", "STACK") == 0
-        assert resource_usage(tmp_path / "kernel.cubin", "REG") * warps * 32 <= 2**16
+        # As many registers as leave room for 16 warps, of two blocks or more.
+        assert resource_usage(tmp_path / "kernel.cubin", "REG") * warps * 32 <= 2**16 // max(1, 16 // warps)
 
 
 @compiles
@@ -164,7 +167,22 @@ def test_blocks_of_the_kernel_for_a_few_keys() -> None:
     assert cuda_decode.short_block(1, 132, 132) == (1, 1)
     assert cuda_decode.short_block(17, 132, 132) == (2, 2)
     assert cuda_decode.short_block(16, 133, 132) == (4, 1)
-    assert cuda_decode.short_block(cuda_decode.SHORT_KEYS, 133, 132) == (8, 8)
+    assert cuda_decode.short_block(33, 133, 132) == (3, 3)
+    assert cuda_decode.short_block(65, 133, 132) == (6, 6)
+    assert cuda_decode.short_block(128, 133, 132) == (8, 8)
+    assert cuda_decode.short_block(cuda_decode.SHORT_KEYS, 133, 132) == (16, 16)
+
+
+@pytest.mark.parametrize(
+    ("keys", "megabytes", "lines", "width", "few"),
+    [
+        (0, 0, 5, 64, True), (128, 30, 9000, 128, True), (128, 34, 9000, 128, False), (114, 22, 192, 256, False),
+        (157, 6, 280, 64, True), (256, 2, 752, 64, False), (254, 1, 28, 128, True), (257, 1, 1, 64, False),
+    ],
+)  # fmt: skip
+def test_steps_that_use_the_kernel_for_a_few_keys(keys: int, megabytes: int, lines: int, width: int, few: bool) -> None:
+    """As measured on an H200 (docs/log.md)."""
+    assert cuda_decode.few_keys(keys, megabytes * 10**6, lines, width) == few
 
 
 def test_request_of_a_line_by_multiplication() -> None:

@@ -492,3 +492,39 @@ def test_no_worker_merges_two_lines_where_slower(lengths: list[int]) -> None:
     assert len({line.end - line.first for line in plan.merges if lengths.count(lengths[line.request]) > 1}) <= 1
     without = plan_splits(lengths, [1] * len(lengths), shape, 132, costs._replace(twice=0))
     assert plan.finish <= without.finish + costs.twice
+
+
+@pytest.mark.parametrize(("count", "keys", "heads"), [(157, 1000, 1), (71, 1316, 2), (19, 456, 10), (165, 4516, 1)])
+def test_a_few_more_lines_than_multiprocessors_are_level(count: int, keys: int, heads: int) -> None:
+    """The lines beyond a whole number for each multiprocessor are cut, so that all read as many tiles."""
+    shape, lengths, queries = Shape(kv_heads=heads, group=8, rows=8, tile=16), [keys] * count, [1] * count
+    costs = Costs(tile=260, start=1000, merge=1800, part=12, twice=3000, lone=112)
+    plan = plan_splits(lengths, queries, shape, WORKERS, costs, teams=2)
+    assert_covers(plan, lengths, queries, shape)
+    tiles = [sum(-(-i.end // 16) - i.first // 16 for i in plan.items[a:b]) for a, b in itertools.pairwise(plan.starts)]
+    blocks = [a + b for a, b in zip(tiles[:132], tiles[132:], strict=True)]
+    assert max(blocks) <= 1.1 * sum(blocks) / 132
+    assert sum(item.slot < 0 for item in plan.items) == count * heads // 132 * 132
+    assert plan.finish <= plan_splits(lengths, queries, shape, WORKERS, costs).finish
+
+
+@pytest.mark.parametrize(
+    "lengths", [[2000] * 264, [70_000, *[30] * 150], [900] * 1500, [0] * 140, [114] * 192], ids=len
+)
+def test_other_lines_are_planned_as_without_teams(lengths: list[int]) -> None:
+    shape, queries = Shape(kv_heads=1, group=8, rows=8, tile=16), [1] * len(lengths)
+    costs = Costs(tile=260, start=1000, merge=1800, part=12, twice=3000, lone=112)
+    plain = plan_splits(lengths, queries, shape, WORKERS, costs)
+    assert plan_splits(lengths, queries, shape, WORKERS, costs, teams=2) == plain
+
+
+@given(st.lists(st.integers(0, 3000), max_size=40), st.sampled_from([1, 2, 3]), st.sampled_from([2, 4]), st.booleans())
+@settings(max_examples=100)
+def test_every_plan_for_teams_is_valid(lengths: list[int], heads: int, teams: int, twice: bool) -> None:
+    shape, costs = Shape(heads, 8, 8, 16), Costs(260, 1000, 0, 1, twice=3000 * twice, lone=112)
+    plan = plan_splits(lengths, [1] * len(lengths), shape, 12 * teams, costs, teams=teams)
+    assert_covers(plan, lengths, [1] * len(lengths), shape)
+    assert plan.slots <= 2 * (12 * teams - 1)
+    # A worker merges its first and its last piece alone.
+    for a, b in itertools.pairwise(plan.starts):
+        assert all(item.slot < 0 for item in plan.items[a + 1 : b - 1])

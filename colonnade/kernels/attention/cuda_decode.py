@@ -59,12 +59,20 @@ FIXED_ROWS = 16
 """Rows of a block of several queries, with fixed splits; 32 take 1.6 times as long."""
 TEAMS_OVERRIDE: list[int] = []
 """Replaces the computed number of teams if not empty; for tuning and tests."""
-SHORT_KEYS = 128
-"""Requests of at most so many keys use the kernel without a plan..."""
+SHORT_KEYS, SHORT_MANY = 256, 128
+"""Requests of at most so many keys may use the kernel without a plan, and with any number of lines..."""
 SHORT_BYTES = 2**25
-"""... if all keys and values have at most so many bytes: its warps load nothing while they compute."""
+"""... if all keys and values have at most so many bytes, because its warps load nothing while they compute; half as
+many for heads wider than 128."""
+SHORT_NUMBERS = 300_000
+"""With more than :data:`SHORT_MANY` keys, its warps times the width of a head are at most so many, about as many as
+run at once."""
+SHORT_TEAMS = (1, 2, 3, 4, 6, 8, 10, 12, 16)
+"""Warps of a line: the least of these that has one for each tile."""
 SHORT_WARPS = 4
-"""Warps of its blocks if there are more lines than multiprocessors, or those of one line if that has more."""
+"""Warps of its blocks at most, but for those of one line, if there are more lines than multiprocessors."""
+SHORT_HALF = 8
+"""Of at most so many keys it reads half a tile."""
 
 
 MLA_WARPS, MLA_STAGES, MLA_TOKENS = 8, 3, 64
@@ -221,7 +229,7 @@ def compile_macros(
     q_TNH: Tensor, k_PpKH: Tensor, group: int, rows: int, tiles: Tiles, *, window: bool = False, cap: bool = False,
     slopes: bool = False, sinks: bool = False, scaled: bool = False, single: bool = True, merge: bool = True,
     early: bool = False, queries: bool = False, compute: bool = True, chunk: int | None = None, short: bool = False,
-    rank: int | None = None,
+    half: bool = False, rank: int | None = None,
 ) -> dict[str, int]:  # fmt: skip
     """Macros of a kernel variant; ``rank`` is the width of latent values."""
     H = q_TNH.shape[2]
@@ -231,7 +239,7 @@ def compile_macros(
         "BF16": int(q_TNH.dtype == torch.bfloat16), "CACHE": CACHES.get(k_PpKH.dtype, 0), "WINDOWED": int(window),
         "CAPPED": int(cap), "SLOPES": int(slopes), "SINKS": int(sinks), "SCALED": int(scaled), "SINGLE": int(single),
         "MERGE": int(merge), "EARLY": int(early), "SHARED_Q": int(queries), "COMPUTE": int(compute),
-        "FIXED": chunk or 0, "SHORT": int(short),
+        "FIXED": chunk or 0, "SHORT": int(short), "HALF": int(half),
     }  # fmt: skip
 
 
@@ -336,9 +344,20 @@ def attend_mla(q_TNH: Tensor, k_Pp1H: Tensor, rank: int, state: State, table: Pa
 
 
 def short_block(keys: int, lines: int, processors: int) -> tuple[int, int]:
-    """Warps of a block of the kernel for a few keys, and of a line: a power of 2 that has a tile each."""
-    team = 1 << (-(-keys // TOKENS) - 1).bit_length()
-    return (max(SHORT_WARPS, team) if lines > processors else team), team
+    """Warps of a block of the kernel for a few keys, and of a line."""
+    team = next(warps for warps in SHORT_TEAMS if warps * TOKENS >= keys)
+    return (max(1, SHORT_WARPS // team) * team if lines > processors else team), team
+
+
+def few_keys(keys: int, key_bytes: int, lines: int, width: int) -> bool:
+    """Whether requests of at most ``keys`` keys use the kernel for a few keys, which is faster then.
+
+    ``key_bytes`` are those of all keys and values, ``lines`` the number of blocks of 8 rows.
+    """
+    if keys > SHORT_KEYS or key_bytes > SHORT_BYTES // (2 if width > 128 else 1):
+        return False
+    team = short_block(max(1, keys), lines, 0)[1]
+    return keys <= SHORT_MANY or lines * team * width <= SHORT_NUMBERS
 
 
 def attend_short(
@@ -350,7 +369,9 @@ def attend_short(
     lines = T * K * (padded_rows(N // K, 1) // 8)
     warps, team = short_block(max(1, keys), lines, multiprocessors(device))
     tiles = Tiles(TOKENS, warps, stages=1, workers=warps // team, pieces=1, part=1)
-    macros = compile_macros(q_TNH, k_PpKH, N // K, 8, tiles, **_mod_macros(score_mods), short=True)
+    macros = compile_macros(
+        q_TNH, k_PpKH, N // K, 8, tiles, **_mod_macros(score_mods), short=True, half=keys <= SHORT_HALF
+    )
     arguments = _pack_arguments(q_TNH, k_PpKH, v_PpKH, state, (None,) * 3, table, score_mods, (0,) * 3, lines)
     # Each warp's values, and then its state of 8 rows in float32 with the largest scores and sums.
     shared = warps * (32 * H + 64)

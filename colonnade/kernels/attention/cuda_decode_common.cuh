@@ -9,7 +9,7 @@ typedef long long i64;
 // CACHE (0: 16 bits as the queries, 1: float8 e4m3, 2: int8), WINDOWED, CAPPED, SLOPES, SINKS, SCALED, SINGLE, MERGE,
 // EARLY (launch the dependent kernel), SHARED_Q (queries pass through shared memory), COMPUTE (0: loads alone),
 // FIXED (0, or tokens of a chunk: sums do not depend on the batch), SHORT (cuda_decode_short.cu, where TEAM is the tiles
-// of a line), ROPE (cuda_decode_mla.cu, where H is the width of a latent's values).
+// of a line; HALF: of 8 tokens at most), ROPE (cuda_decode_mla.cu, where H is the width of a latent's values).
 
 struct Args {
   const char *q, *k, *v;

@@ -12,18 +12,36 @@
 constexpr int ROW_BLOCKS = (GROUP + 7) / 8;  // of a head: more rows in one warp are slower than keys read twice
 constexpr int SPANS = H / 32;  // of 32 numbers: 4 lanes load one of a token
 constexpr int VALUE_BYTES = TOKENS * H * 2;  // of a tile, as many as of a state of 8 rows
+constexpr int HALVES = HALF ? 1 : 2;  // of a tile's tokens, 8 each: HALF if no request has more
 static_assert(SHORT && H % 32 == 0 && !CACHE && SINGLE && NT == 1, "16 bits, whole spans, one query a request, 8 rows");
+static_assert(!HALF || TEAM == 1, "8 tokens are one tile");
+// Two blocks of up to 8 warps fit the registers: else heads of 256 have room for one, and a step of 192 lines takes two
+// rounds. Smaller blocks fit several times anyway.
+constexpr int MOST_THREADS = HALF || THREADS > 256 ? THREADS : 256, RESIDENT = THREADS > 128 && THREADS <= 256 ? 2 : 1;
 
+// Without ``any`` nothing is read. Half a tile has no other instructions for that: registers hold what they held, and of
+// queries and keys nobody looks at it.
 __device__ __forceinline__ void load_16_bytes(u32 (&to)[4], const char* from, bool any) {
+#if HALF
+  asm volatile("{.reg .pred any; setp.ne.u32 any, %5, 0; @any ld.global.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];}"
+               : "+r"(to[0]), "+r"(to[1]), "+r"(to[2]), "+r"(to[3]) : "l"(from), "r"((u32)any) : "memory");
+#else
   to[0] = to[1] = to[2] = to[3] = 0;
   if (any)
     asm volatile("ld.global.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
                  : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "l"(from) : "memory");
+#endif
 }
 
 __device__ __forceinline__ void own_16_bytes(u32 (&to)[4], u32 from) {
   asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
                : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(from) : "memory");
+}
+
+// A product over 8 tokens, of which no sums are there yet.
+__device__ __forceinline__ void mma_8_tokens(float* c, u32 a0, u32 a1, u32 b) {
+  asm volatile("mma.sync.aligned.m16n8k8.row.col.f32." TYPE "." TYPE ".f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%7,%7,%7,%7};"
+               : "=f"(c[0]), "=f"(c[1]), "=f"(c[2]), "=f"(c[3]) : "r"(a0), "r"(a1), "r"(b), "f"(0.f));
 }
 
 // Waits for this lane's copies, but not before the largest score is known: else the assembler moves the wait before the
@@ -75,7 +93,7 @@ __device__ __forceinline__ void write_rows(const Args& a, State& sums, const Ite
   }
 }
 
-extern "C" __global__ void __launch_bounds__(256, 1) attend_short(const __grid_constant__ Args a) {
+extern "C" __global__ void __launch_bounds__(MOST_THREADS, RESIDENT) attend_short(const __grid_constant__ Args a) {
   extern __shared__ __align__(16) char smem[];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int team = warp / TEAM, member = warp % TEAM, line = blockIdx.x * TEAMS + team;
@@ -90,7 +108,7 @@ extern "C" __global__ void __launch_bounds__(256, 1) attend_short(const __grid_c
   item.head = of_request / ROW_BLOCKS; item.block = of_request % ROW_BLOCKS; item.slot = -1;
   const int row0 = item.block * 8, rows = min(8, GROUP - row0);
   const int token0 = member * TOKENS, column = token0 / PAGE;
-  const int length = read(a.lengths + item.request);
+  const int full = read(a.lengths + item.request), length = HALF ? min(full, 8) : full;
   const int page = column < a.columns ? read(a.pages + (i64)item.request * a.pages_r + column) : -1;
   const u32 mine = shared_address(smem) + warp * VALUE_BYTES + lane * 16;
   u64 policy;
@@ -110,6 +128,14 @@ extern "C" __global__ void __launch_bounds__(256, 1) attend_short(const __grid_c
     const i64 at = there ? page : 0, token = token0 % PAGE + g;
     const char* const k_from = a.k + at * a.k_page + token * a.k_p + item.head * a.k_k + t * 16;
     const char* const v_from = a.v + at * a.v_page + token * a.v_p + item.head * a.v_k + t * 16;
+#if HALF
+    u32 v[SPANS][4];
+#pragma unroll
+    for (int c = 0; c < SPANS; c++) {
+      v[c][0] = v[c][1] = v[c][2] = v[c][3] = 0;
+      load_16_bytes(v[c], v_from + c * 64, g < left);
+    }
+#else
     // Values wait in shared memory, each lane's in a place of its own. To save registers or time the assembler would load
     // them after the keys' products; it moves none over the barrier, at which no lane waits.
 #pragma unroll
@@ -118,12 +144,13 @@ extern "C" __global__ void __launch_bounds__(256, 1) attend_short(const __grid_c
       for (int half = 0; half < 2; half++)
         copy16(mine + (c * 2 + half) * 512, v_from + half * 8 * a.v_p + c * 64, g + half * 8 < left ? 16 : 0, policy);
     commit();
+#endif
     __syncwarp();
-    u32 k[SPANS][2][4];  // of tokens g and g + 8
+    u32 k[SPANS][HALVES][4];  // of tokens g and g + 8
 #pragma unroll
     for (int c = 0; c < SPANS; c++)
 #pragma unroll
-      for (int half = 0; half < 2; half++)
+      for (int half = 0; half < HALVES; half++)
         load_16_bytes(k[c][half], k_from + half * 8 * a.k_p + c * 64, g + half * 8 < left);
 
     View view;
@@ -148,13 +175,30 @@ extern "C" __global__ void __launch_bounds__(256, 1) attend_short(const __grid_c
       for (int c = 0; c < SPANS; c++)
 #pragma unroll
         for (int half = 0; half < 2; half++) {
+#if HALF
+          // A lane's 16 bytes are a matrix as they are: of each product half of the sums are of use, those of rows g of
+          // the first and of g + 8 of the second. The others belong to no token.
+          mma(s[n][half], k[c][0], q[n][c][half], q[n][c][half + 2]);
+#else
           const int i = 2 * half;
           const u32 f[4] = {k[c][0][i], k[c][1][i], k[c][0][i + 1], k[c][1][i + 1]};
           mma(s[n][half], f, q[n][c][i], q[n][c][i + 1]);
+#endif
         }
+#if HALF
+      s[n][1][0] = s[n][1][2];
+      s[n][1][1] = s[n][1][3];
+#endif
     }
     const bool plain = there && token0 + TOKENS <= length && (!WINDOWED || token0 >= length - a.window);
     weigh(a, s, p, sums, view, token0, there, plain, g, t);
+#if HALF
+#pragma unroll
+    for (int c = 0; c < SPANS; c++)
+#pragma unroll
+      for (int half = 0; half < 2; half++)
+        mma_8_tokens(sums.o[0][2 * c + half], transpose(v[c][2 * half]), transpose(v[c][2 * half + 1]), p[0][0]);
+#else
     wait_after(sums.top[0][0]);
 #pragma unroll
     for (int c = 0; c < SPANS; c++) {
@@ -169,6 +213,7 @@ extern "C" __global__ void __launch_bounds__(256, 1) attend_short(const __grid_c
         for (int n = 0; n < NT; n++) mma(sums.o[n][2 * c + half], f, p[n][0], p[n][1]);
       }
     }
+#endif
   }
   if (TEAM == 1) {
     write_rows(a, sums, item, g, t);

@@ -161,6 +161,11 @@ class KernelLayout:
         )
 
     @property
+    def teams(self) -> int:
+        """Workers that share a multiprocessor, as far as plans care: those of a block of the CUDA C++ kernel."""
+        return self.tiles.workers if self.cuda else 1
+
+    @property
     def aligned(self) -> bool:
         """Whether fixed splits are at multiples of a chunk times a power of 2, as the CUDA C++ kernel needs."""
         return self.cuda and self.chunk is not None
@@ -208,7 +213,7 @@ class KernelLayout:
         if self.shared is None or tables is None:
             return split_planner.plan(
                 lengths, queries, *few, chunk=self.chunk, runs=self.runs, aligned=self.aligned, max_keys=max_keys,
-                ahead=ahead,
+                ahead=ahead, teams=self.teams,
             )  # fmt: skip
         many = self.shared.kernel_costs
         return cascade.plan(tables, lengths, queries, page_tokens, few, many, max_keys=max_keys, ahead=ahead)
@@ -241,8 +246,11 @@ class KernelLayout:
         """The most keys of a request if the kernel without a plan is faster."""
         ends, firsts = plan.item_rows[ITEM_END::FIELDS], plan.item_rows[ITEM_END - 1 :: FIELDS]
         keys = max(ends, default=0)
-        key_bytes = self.kv_copies * self.width * self.element_bytes
-        few = keys <= cuda_decode.SHORT_KEYS and (sum(ends) - sum(firsts)) * key_bytes <= cuda_decode.SHORT_BYTES
+        if keys > cuda_decode.SHORT_KEYS:
+            return None
+        lines = len(set(zip(*(plan.item_rows[field::FIELDS] for field in range(3)), strict=True)))
+        key_bytes = (sum(ends) - sum(firsts)) * self.kv_copies * self.width * self.element_bytes
+        few = cuda_decode.few_keys(keys, key_bytes, lines * (self.shape.rows // 8), self.width)
         return keys if few else None
 
 

@@ -17,7 +17,9 @@ slightly more than a whole number of rounds.
 **Not splitting.** Whole lines are assigned longest first, each to the worker that ends first (Graham 1969). The plan
 that ends earlier, including its merge, is chosen; with few lines fewer workers are tried too, whose merge has fewer
 pieces. If workers merge the lines they split (``twice``), one piece per worker is tried as well, so that no worker
-merges two lines.
+merges two lines. If workers share a multiprocessor (``teams``), one more way is tried: as many whole lines as give
+every multiprocessor equally many, and the remaining ones cut over all. Else, of 140 lines on 132 multiprocessors, 8
+would make 8 multiprocessors read twice as long. The pieces end before the whole lines, so their merge costs no time.
 
 **Fixed splits** (``chunk``): lines are split at multiples of ``chunk`` keys, independently of the batch; which worker
 reads a chunk does not change its state, and chunks merge in order. A request's result is then bitwise the same alone
@@ -57,6 +59,12 @@ from colonnade.kernels.attention.split_plan import (
 
 MANY_LINES = 4096
 """Lines from which on up to a thirty-second of the workers may idle to plan in time."""
+WHOLE_LINES = 3
+"""Whole lines of a team at most, if its multiprocessor also reads a piece of another."""
+LEAST_TILES = 16
+"""Tiles of the longest line at least: a merge of shorter ones is not hidden."""
+ALONE = 12
+"""With two teams, by what part of its time a team is slower once the other has ended: half of the ring is idle."""
 
 
 def plan(
@@ -72,6 +80,7 @@ def plan(
     max_keys: int | None = None,
     ahead: int = 0,
     skip: Sequence[int | None] | None = None,
+    teams: int = 1,
 ) -> Plan:
     """A plan for requests of ``lengths`` keys, the last ``queries`` of which are new, on ``workers`` workers.
 
@@ -80,7 +89,8 @@ def plan(
     ``max_keys`` is the size of a page table's row in keys; a longer request raises CapacityError, and invalid sizes
     raise ConfigError. The plan stays valid while all lengths grow by up to ``ahead`` keys. ``skip`` says how many of
     each request's first keys another plan reads, whose states will be merged with this one's (None: no other plan); all
-    states of such a request go to slots.
+    states of such a request go to slots. ``teams`` workers share a multiprocessor, each with the one that follows
+    ``workers`` / ``teams`` later.
     """
     skip = [None] * len(lengths) if skip is None else skip
     _check(lengths, queries, shape, workers, chunk, max_keys)
@@ -101,6 +111,7 @@ def plan(
             max_keys=max_keys,
             ahead=ahead,
             skip=skip,
+            teams=teams if workers // teams % heads == 0 else 1,
         )
         return _replicate_over_heads(one, heads, workers)
     lines, empty = _list_lines(lengths, queries, shape, max_keys, ahead, skip)
@@ -123,7 +134,12 @@ def plan(
         assignment = [
             per_worker._replace(read=_read_time(per_worker, shape.tile, workers, costs)) for per_worker in assignment
         ]
-    finish = [per_worker.read + _merge_cost(per_worker, lines, costs, used) for per_worker in assignment]
+    if chunk is None and teams > 1 and not any(lines.joined):
+        assignment += _whole_and_rest(lines, prices, shape.tile, workers, teams, costs)
+    finish = [
+        per_worker.read + max(0, _merge_cost(per_worker, lines, costs, used) - per_worker.early)
+        for per_worker in assignment
+    ]
     best = min(range(len(assignment)), key=finish.__getitem__)
     return _build_plan(
         lines, assignment[best], finish[best], workers, empty, -(-sum(prices) // workers), None if aligned else chunk
@@ -146,14 +162,26 @@ class _Lines(NamedTuple):
     joined: list[bool]
     """Whether the line is merged in any case."""
 
+    def chosen(self, which: list[int]) -> "_Lines":
+        return _Lines(
+            [self.names[i] for i in which],
+            [self.firsts[i] for i in which],
+            [self.ends[i] for i in which],
+            [self.tiles[i] for i in which],
+            [self.joined[i] for i in which],
+        )
+
 
 class _Assignment(NamedTuple):
-    """Each worker's pieces, the number of states of each line, when all reads end, and the keys of aligned pieces."""
+    """Each worker's pieces, the number of states of each line, when all reads end, the keys of aligned pieces, and how
+    long before the end of all reads the last states of split lines are there.
+    """
 
     pieces: list[list[_Piece]]
     parts: list[int]
     read: int
     aligned: int = 0
+    early: int = 0
 
 
 def _list_lines(
@@ -306,6 +334,70 @@ def _one_piece_per_worker(lines: _Lines, tile: int, most: int, workers: int, cos
         pieces += [[(i, *piece)] for piece in pairwise([first, *at, end])]
     pieces += [[] for _ in range(workers - len(pieces))]
     return _Assignment(pieces, parts, costs.start + high * costs.tile)
+
+
+def _whole_and_rest(
+    lines: _Lines, prices: list[int], tile: int, workers: int, teams: int, costs: Costs
+) -> list[_Assignment]:
+    """As many whole lines for each multiprocessor as all can have; the shorter lines that remain are cut.
+
+    The last team of each takes what is cut: one piece, or with more than two teams as stream-K. Empty if no line
+    remains, there are too few or too many, or they are short.
+    """
+    blocks = workers // teams
+    count = len(lines.tiles) // blocks * blocks
+    if not 0 < count < len(lines.tiles) or count > WHOLE_LINES * (teams - 1) * blocks or max(lines.tiles) < LEAST_TILES:
+        return []
+    order = sorted(range(len(lines.tiles)), key=lines.tiles.__getitem__, reverse=True)
+    whole: list[list[_Piece]] = [[] for _ in range(workers - blocks)]
+    tiles = [0] * blocks
+    heap = list(range(blocks))
+    for i in order[:count]:
+        block = heap[0] % blocks
+        least = min(range(block, workers - blocks, blocks), key=lambda worker: len(whole[worker]))
+        whole[least].append((i, lines.firsts[i], lines.ends[i]))
+        tiles[block] += lines.tiles[i]
+        heapq.heapreplace(heap, heap[0] + prices[i] * blocks)
+    rest = sorted(order[count:])
+    left = lines.chosen(rest)
+    ways = [_one_piece_per_worker(left, tile, blocks, blocks, costs)]
+    if teams > 2:
+        ways.append(_stream_k(left, [prices[i] for i in rest], tile, blocks, costs, costs.tile // 8))
+    return [_beside_whole_lines(whole, tiles, cut, rest, lines, tile, teams, costs) for cut in ways]
+
+
+def _beside_whole_lines(
+    whole: list[list[_Piece]],
+    tiles: list[int],
+    cut: _Assignment,
+    rest: list[int],
+    lines: _Lines,
+    tile: int,
+    teams: int,
+    costs: Costs,
+) -> _Assignment:
+    """Whole lines of all teams but the last, and for that the pieces of ``cut``, whose lines are ``rest``.
+
+    ``tiles`` are those of each multiprocessor's whole lines; the one with the fewest takes the most pieces.
+    """
+    parts, tiles = [1] * len(lines.tiles), tiles[:]
+    for i, n in zip(rest, cut.parts, strict=True):
+        parts[i] = n
+    taken = sorted(cut.pieces, key=lambda pieces: _tiles_of(pieces, tile), reverse=True)
+    last: list[list[_Piece]] = [[] for _ in tiles]
+    for block, pieces in zip(sorted(range(len(tiles)), key=tiles.__getitem__), taken, strict=False):
+        last[block] = [(rest[i], first, end) for i, first, end in pieces]
+        tiles[block] += _tiles_of(pieces, tile)
+    # Teams share their multiprocessor's bandwidth equally.
+    end = max(tiles) * costs.tile // teams
+    alone = end - min(teams * _tiles_of(taken[0], tile), max(tiles)) * costs.tile // teams
+    slower = alone // ALONE if teams == 2 else 0
+    starts = costs.start * max(map(len, (*whole, *last)))
+    return _Assignment([*whole, *last], parts, starts + end + slower, early=alone)
+
+
+def _tiles_of(pieces: list[_Piece], tile: int) -> int:
+    return sum(-(-end // tile) - first // tile for _, first, end in pieces)
 
 
 def _fill_workers(tiles: list[int], before: list[int], limit: int, costs: Costs) -> list[tuple[int, int]]:
