@@ -22,6 +22,7 @@ import engine
 import expert_compression
 import flash_decoding
 import fsdp
+import gptq_columns
 import int8_step
 import moe_cpu
 import moe_layer
@@ -200,6 +201,7 @@ TINY_RUNS = [
     (flash_decoding, ["--tiny", "--shared"]),
     (flash_decoding, ["--tiny", "--eight-bits"]),
     (flash_decoding, ["--tiny", "--sweep", "0", "2"]),
+    (gptq_columns, ["--tiny"]),
     (moe_cpu, ["--tiny", "--shapes", "olmoe", "--dtypes", "float32", "--tokens", "1", "--rounds", "1"]),
     (moe_layer, ["--tiny", "--shapes", "qwen3", "--passes", "forward", "--who", "colonnade"]),
     (quantised_linear, ["--tiny"]),
