@@ -230,6 +230,12 @@ def test_tiny_runs_do_not_change_published_results(
         assert str(path) in printed, "the path of each file must be printed"
 
 
+def test_labels_are_kept_apart() -> None:
+    assert compress_benchmark.apart([0, 1, 2.5], 1) == [0, 1, 2.5]
+    places = compress_benchmark.apart([0, 0.1, 0.2, 5], 1)
+    assert places == pytest.approx([-0.9, 0.1, 1.1, 5]), "centred on their points, and the last stays"
+
+
 def test_flash_decoding_rejects_unsupported_options(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
