@@ -5,7 +5,8 @@
     python benchmarks/export.py --tiny               # a random model of two layers; writes no record
 
 Each row is a new process that reads a prompt of 24 tokens and generates greedily. ``first_token_s`` is from the start
-of the process, imports included, to the first token; ``step_ms`` the median of the next steps.
+of the process, imports included, to the first token, ``first_token_cpu_s`` its CPU time until then, and ``step_ms`` the
+median of the next steps. Processes of all rows take turns.
 
     package          the exported package
     eager            the package's graph run by PyTorch without compilation
@@ -39,6 +40,7 @@ from harness.report import ROOT, Cell, Headline, folder_of, report
 from harness.rows import figures, line
 
 PROMPT, CONTEXT, PREFILL = 24, 1024, 32
+MEASURED = ("first_token_s", "first_token_cpu_s", "step_ms")
 WHO = ("package", "eager", "engine", "torch.compile")
 TINY = ModelConfig(vocab_size=300, layers=2, width=32, heads=4, kv_heads=2, ffn_width=64, context=CONTEXT)
 
@@ -53,7 +55,7 @@ def run(who: str, folder: Path, steps: int) -> None:
     ids = prompt()
     step = _next_token(who, folder)
     ids.append(step(ids))
-    print(json.dumps({"first": time.time()}), flush=True)
+    print(json.dumps({"first": time.time(), "cpu": time.process_time()}), flush=True)
     took = []
     for _ in range(steps):
         began = time.perf_counter()
@@ -116,7 +118,7 @@ def started(who: str, folder: Path, steps: int) -> dict[str, Cell]:
         print(f"{who}: {done.stderr[-600:]}", flush=True)
         return {}
     first, rest = (json.loads(row) for row in done.stdout.splitlines() if row.startswith("{"))
-    return {"first_token_s": first["first"] - began, **rest}
+    return {"first_token_s": first["first"] - began, "first_token_cpu_s": first["cpu"], **rest}
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -151,22 +153,22 @@ def main(argv: list[str] | None = None) -> None:
         notes += f"exported in {time.perf_counter() - began:.0f} s; prompt of {PROMPT} tokens, padded to {PREFILL}"
         del model
         steps, rounds = (4, 1) if args.tiny else (args.steps, args.rounds)
+        started("torch.compile", folder, steps)  # fills Inductor's cache
+        runs: dict[str, list[dict[str, Cell]]] = {who: [] for who in WHO}
+        for _ in range(rounds):
+            for who in WHO:
+                if one := started(who, folder, steps):
+                    runs[who].append(one)
+                    print(who, line({key: one[key] for key in MEASURED}), flush=True)
         rows: list[dict[str, Cell]] = []
-        tokens: dict[str, object] = {}
-        for who in WHO:
-            if who == "torch.compile":
-                started(who, folder, steps)  # fills Inductor's cache
-            runs = [one for _ in range(rounds) if (one := started(who, folder, steps))]
-            if not runs:
-                continue
-            tokens[who] = runs[0]["tokens"]
+        for who in (who for who in WHO if runs[who]):
             row: dict[str, Cell] = {"who": who}
-            for key in ("first_token_s", "step_ms"):
-                row[key] = figures(statistics.median(float(one[key]) for one in runs))  # type: ignore[arg-type]
-            row["same_tokens"] = tokens[who] == tokens.get("package")
+            for key in MEASURED:
+                row[key] = figures(statistics.median(float(one[key] or 0) for one in runs[who]))
+            row["same_tokens"] = runs[who][0]["tokens"] == runs["package"][0]["tokens"]
             rows.append(row)
             print(line(row), flush=True)
-            report(name, rows, notes=notes, headlines=_headlines(rows), folder=out)
+        report(name, rows, notes=notes, headlines=_headlines(rows), folder=out)
 
 
 def _headlines(rows: list[dict[str, Cell]]) -> list[Headline]:
