@@ -35,7 +35,7 @@ STATIC_TOKENS = 1024
 def check_torchao() -> None:
     """Raise :class:`ConfigError` unless torchao is installed."""
     if importlib.util.find_spec("torchao") is None:
-        raise ConfigError("--pt2e needs torchao's quantizer; install it (pip install torchao==0.18.0)")
+        raise ConfigError("--pt2e needs torchao's quantizer; install it (pip install 'colonnade[pt2e]')")
 
 
 def quantise_program(

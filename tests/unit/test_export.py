@@ -306,7 +306,7 @@ def test_what_pt2e_refuses(monkeypatch, tmp_path) -> None:
     with pytest.raises(ConfigError, match="not bfloat16; leave --dtype out"):
         check_pt2e("bfloat16")
     monkeypatch.setitem(sys.modules, "torchao", None)
-    with pytest.raises(ConfigError, match=r"pip install torchao"):
+    with pytest.raises(ConfigError, match=r"pip install 'colonnade\[pt2e\]'"):
         check_pt2e("float32")
 
 
