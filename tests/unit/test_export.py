@@ -328,7 +328,7 @@ def test_a_package_in_8_bits_answers_as_its_graph(how, tmp_path) -> None:
     package, ids = Package(tmp_path / "p", trust=True), calibration()[2][:13].tolist()
     prefill, cache = graph_in_8_bits(how, 8)
     decode, _ = graph_in_8_bits(how, 1)
-    run_graph(prefill, cache, ids[:8], 0, 7)
+    want_V = run_graph(prefill, cache, ids[:8], 0, 7)
     for i in range(8, 13):
         want_V = run_graph(decode, cache, ids[i : i + 1], i, 0)
     torch.testing.assert_close(package.logits(ids), want_V, rtol=1e-4, atol=1e-5)
