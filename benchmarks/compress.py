@@ -12,7 +12,8 @@ counts all weights, quantised or not; llama.cpp's is its file's.
 
 Speed is measured in a new process with one thread for each row: ``start_s`` from the process's start to the first
 token, imports and loading included; ``rss_bytes`` its resident memory at the end; ``tokens_per_cpu_s``: greedy, one
-request, tokens after the first per second of CPU time, median of three.
+request, tokens after the first per second of CPU time, median of three. ``--jobs`` such processes share caches and
+memory bandwidth, so their rates differ by up to a third for equal bytes; one at a time they do not.
 
 Peers have the same weights: transformers reads the files that we write; torchao quantises the layers of transformers'
 model at start, whose embedding, also the output projection, stays in float32; llama.cpp (``--llama_cpp`` names a folder

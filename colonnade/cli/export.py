@@ -58,7 +58,7 @@ def export(
         api.load(model, dtype=dtype, device="cpu", experts=experts, weights="dense") as loaded,
         progress_status("compiling; this takes minutes") as update,
     ):
-        texts = calibration_texts(text, loaded.tokenizer, STATIC_TOKENS, context - 1) if pt2e == "static" else []
+        texts = calibration_texts(text, loaded.tokenizer, STATIC_TOKENS, context) if pt2e == "static" else []
         info = run(
             loaded.transformer, loaded._tokenizer, out, context=context, prefill=prefill, pt2e=pt2e, texts=texts,
             overwrite=overwrite,

@@ -70,7 +70,7 @@ def export(
     dtype_name = str(dtype).removeprefix("torch.")
     if pt2e is not None:
         check_pt2e(dtype_name)
-    texts = [text[: context - 1] for text in texts if len(text) >= prefill]
+    texts = [text[:context] for text in texts if len(text) >= prefill]
     if pt2e == "static" and not texts:
         raise ConfigError(f"static scales need a text of at least {prefill} tokens; give one, or use --pt2e dynamic")
     check_out(out, overwrite)
