@@ -3,7 +3,7 @@
 
 PYTHON  ?= python3
 VENV    ?= .venv
-WORKERS ?= 2
+WORKERS ?= 3
 ARGS    ?=
 CHOSEN  ?= not long and not slow
 
@@ -12,8 +12,9 @@ KEY := $(shell cat pyproject.toml assets.txt | cksum | tr -cd '0-9')
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 SCRIPTS := $(filter-out benchmarks/table.py,$(sort $(wildcard benchmarks/*.py)))
 
-# Two test workers on two cores must not each start a thread per core; no test may use the network. Tests start hundreds
-# of processes: they keep compiled modules in __pycache__, even if the environment says otherwise.
+# Three test workers for two cores, because tests wait for other processes a third of the time. No worker may start a
+# thread per core; no test may use the network. Tests start hundreds of processes: they keep compiled modules in
+# __pycache__, even if the environment says otherwise.
 QUIET := PYTHONDONTWRITEBYTECODE= NO_MKDOCS_2_WARNING=1 OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 
 # $(call with-uv,PYTHON,ARGUMENTS): installs packages with uv, in a fraction of pip's CPU time: it downloads in parallel and
@@ -33,7 +34,7 @@ step = @started=$$(date +%s); if $(2); then echo "  $(1): $$(( $$(date +%s) - st
 .DEFAULT_GOAL := help
 
 help:  ## this list
-	@echo "Colonnade: make TARGET [PYTHON=python3.12] [WORKERS=2] [ARGS=...]"
+	@echo "Colonnade: make TARGET [PYTHON=python3.12] [WORKERS=3] [ARGS=...]"
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  \1|\2/p' Makefile | awk -F'|' '{printf "%-12s %s\n", $$1, $$2}'
 
 install: $(VENV)/.test-$(KEY)  ## all packages for tests, documentation and benchmarks

@@ -1,5 +1,6 @@
-"""Common test setup: one thread per process, no network, fixed examples, GPU tests skipped without a GPU."""
+"""Common test setup: one thread per process, no network, fixed examples."""
 
+import importlib.util
 import os
 import signal
 from collections.abc import Generator
@@ -18,7 +19,7 @@ import hypothesis
 import pytest
 import torch
 
-from tests import fork_server, forked_workers
+from tests import fork_server, forked_workers, interpreter
 
 # httpx gives up after 5 s by default, less than a busy machine may need.
 httpx._config.DEFAULT_TIMEOUT_CONFIG.connect = httpx._config.DEFAULT_TIMEOUT_CONFIG.read = 120.0
@@ -40,6 +41,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a job in the background, whose programs inherit it
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """In a run of all tests, begin with the interpreted kernels: collection leaves the other cores idle."""
+    config = session.config
+    everything = config.args_source == pytest.Config.ArgsSource.TESTPATHS and not config.option.keyword
+    if config.getoption("--workers") > 1 and everything and importlib.util.find_spec("triton"):
+        interpreter.started = interpreter.Interpreter(*interpreter.CHECKS)
+
+
+def pytest_sessionfinish() -> None:
+    if interpreter.started is not None:
+        interpreter.started.end()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -79,7 +93,7 @@ def pytest_make_parametrize_id(val: object) -> str | None:
 
 TESTS = Path(__file__).parent
 SLOWEST = (
-    "unit/test_triton.py", "serve/test_serve_fronts.py", "unit/test_speech.py", "serve/test_serve_pooling.py",
+    "serve/test_serve_fronts.py", "unit/test_speech.py", "serve/test_serve_pooling.py",
     "parity/test_verify.py", "look/test_viewer_page.py", "unit/test_refine_run.py", "parity/test_traps.py",
     "unit/test_triton_compiles.py", "faults/test_disk_space.py", "parity/test_grpo.py", "unit/test_cli.py",
 )  # fmt: skip
@@ -114,9 +128,3 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     mark_unsampled_cases(items)
     order = {TESTS / name: i for i, name in enumerate(SLOWEST)}
     items.sort(key=lambda item: order.get(item.path, len(order)))
-    if torch.cuda.is_available():
-        return
-    skip = pytest.mark.skip(reason="needs a CUDA device")
-    for item in items:
-        if item.get_closest_marker("gpu"):
-            item.add_marker(skip)

@@ -65,6 +65,8 @@ ROOT = Path(__file__).parents[1]
 PADDING = 8192
 """Bytes of the fork server's command line, over which each program writes its own."""
 PR_SET_CHILD_SUBREAPER = 36
+MADV_COLLAPSE = 25
+HUGE_PAGE = 2 << 20
 libc = ctypes.CDLL(None)
 
 
@@ -374,6 +376,18 @@ def _forget_exit_functions() -> None:
         info.atexit = False
 
 
+def _use_huge_pages() -> None:
+    """Collapse this process's memory into huge pages, so that a fork takes 2 ms and not 8: it copies the page tables.
+
+    Linux before 6.1 refuses, and forks are slower.
+    """
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        if match := re.fullmatch(r"(\w+)-(\w+) rw-p 0+ 00:00 0 *(\[heap\])?", line):
+            start, end = -(-int(match[1], 16) // HUGE_PAGE) * HUGE_PAGE, int(match[2], 16) // HUGE_PAGE * HUGE_PAGE
+            if start < end:
+                libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), MADV_COLLAPSE)
+
+
 def main() -> None:
     """Serve the requester on the file descriptor that is the first argument."""
     for module in IMPORTS:
@@ -381,6 +395,7 @@ def main() -> None:
     _forget_exit_functions()
     gc.collect()
     gc.freeze()
+    _use_huge_pages()
     _serve(socket.socket(fileno=int(sys.argv[1])))
 
 

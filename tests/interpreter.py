@@ -1,6 +1,6 @@
 """A faster Triton interpreter, and a process that runs modules of interpreted kernels in it one by one.
 
-    TRITON_INTERPRET=1 python -m tests.interpreter            reads module names, writes a line of JSON for each
+    TRITON_INTERPRET=1 python -m tests.interpreter      reads module names, writes [name, exit code, output] for each
 
 At each launch, and at each call of a function inside a kernel, the interpreter searches triton.language for its
 builtins. For each value it builds a table of all types, the name of its type, and constants of its shape. For each
@@ -18,14 +18,63 @@ import json
 import math
 import os
 import runpy
+import subprocess
 import sys
 import tempfile
 import traceback
+from pathlib import Path
 from typing import Any
 
 import torch
 
 MODULES = ("torch._dynamo", "colonnade.kernels.registry")
+ROOT = Path(__file__).parents[1]
+
+CHECKS = {
+    "interpreted": 7, "interpreted_experts": 10, "interpreted_decode": 13, "interpreted_cascade": 7,
+    "interpreted_latent": 5, "interpreted_fused": 8, "interpreted_units": 4, "interpreted_quantised": 9,
+    "interpreted_ranks": 3, "interpreted_transducer": 2,
+}  # fmt: skip
+"""The modules of interpreted kernels, and how many checks each has."""
+
+
+class Interpreter:
+    """A process that runs ``modules``, and what else it is asked for, one after the other."""
+
+    def __init__(self, *modules: str) -> None:
+        variables = {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.interpreter"],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=os.environ | variables,
+        )  # fmt: skip
+        self.asked: set[str] = set()
+        self.results: dict[str, tuple[int, str]] = {}
+        for module in modules:
+            self._ask(module)
+
+    def _ask(self, module: str) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"tests.{module}\n")
+        self.process.stdin.flush()
+        self.asked.add(module)
+
+    def run(self, module: str) -> tuple[int, str]:
+        """(exit code or minus the signal, output) of a module."""
+        assert self.process.stdout is not None
+        if module not in self.asked:
+            self._ask(module)
+        while module not in self.results:
+            name, *result = json.loads(self.process.stdout.readline())
+            self.results[name.removeprefix("tests.")] = tuple(result)
+        return self.results[module]
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+started: Interpreter | None = None
+"""Runs all modules since the session began (tests/conftest.py)."""
 
 
 def cache_lookups() -> None:
@@ -158,7 +207,7 @@ def main() -> None:
         importlib.import_module(module)
     cache_lookups()
     for line in sys.stdin:
-        print(json.dumps(run(line.strip())), flush=True)
+        print(json.dumps([line.strip(), *run(line.strip())]), flush=True)
 
 
 if __name__ == "__main__":

@@ -150,7 +150,8 @@ class ServeConfig(Config):
     metrics_prefix: str = Field(default="colonnade", pattern=r"^[a-zA-Z_][a-zA-Z0-9_]*$", max_length=64)
     """Prefix of the metrics' names; vllm for dashboards made for vLLM."""
     origins: tuple[str, ...] = ()
-    """Origins whose pages may use the server from a browser (CORS), such as https://chat.example.com; * for all."""
+    """Origins whose pages may use the server from a browser (CORS), such as https://chat.example.com; * for all. On a
+    loopback address without API keys, requests may name their hosts, beside IP addresses and localhost."""
 
     @field_validator("replicas", mode="before")
     @classmethod

@@ -4,15 +4,17 @@ import asyncio
 import contextlib
 import errno
 import socket
-from collections.abc import AsyncIterator, Generator, Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import AsyncIterator, Generator, Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from colonnade.config import ServeConfig
 from colonnade.errors import ConfigError
 from colonnade.serve.api.api_keys import KeyRing
 from colonnade.serve.api.connection import ConnectionLimits, connection_class, limit_unsent
+from colonnade.serve.api.host_check import HostCheck, is_loopback
 from colonnade.serve.api.middleware import ACCESS_LOG, JSON_LOG
 from colonnade.serve.api.routes import build_app
 from colonnade.serve.api.shadow import Shadow
@@ -73,7 +75,9 @@ class HttpServer:
                 server_header=False,
                 timeout_keep_alive=KEEP_ALIVE_S,
                 timeout_graceful_shutdown=GRACE_S,
-            )
+            ),
+            around.keys,
+            config.origins,
         )
         self.closed = self._server.closed
         """Set when the last connection is closed, or the server has failed."""
@@ -118,8 +122,9 @@ class HttpServer:
 class BackgroundServer(uvicorn.Server):
     """uvicorn in a task, without signal handlers: it would raise signals again at the end."""
 
-    def __init__(self, config: uvicorn.Config):
+    def __init__(self, config: uvicorn.Config, keys: KeyRing, origins: Sequence[str]):
         super().__init__(config)
+        self._keys, self._origins = keys, origins
         self.listening, self.closed = asyncio.Event(), asyncio.Event()
 
     @contextlib.asynccontextmanager
@@ -137,6 +142,11 @@ class BackgroundServer(uvicorn.Server):
             await asyncio.wait((serving,))
             if not serving.cancelled() and (error := serving.exception()):
                 raise error
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        if not self._keys.required and all(map(is_loopback, sockets or ())):
+            self.config.app = HostCheck(cast(ASGIApp, self.config.app), self._origins)
+        await super().serve(sockets)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)

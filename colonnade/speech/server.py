@@ -333,7 +333,9 @@ def background_server(server: SpeechServer) -> BackgroundServer:
             access_log=False,
             server_header=False,
             timeout_graceful_shutdown=GRACE_S,
-        )
+        ),
+        server.keys,
+        server.origins,
     )
 
 

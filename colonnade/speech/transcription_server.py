@@ -140,7 +140,7 @@ class TranscriptionServer:
         self._thread = ThreadPoolExecutor(1, "transcriber")
         default = ServeConfig.model_fields["max_body_bytes"].default
         most = MAX_UPLOAD_BYTES if config.max_body_bytes == default else config.max_body_bytes
-        keys = KeyRing(config.keys, config.api_key)
+        self.keys = KeyRing(config.keys, config.api_key)
         self.app = Starlette(
             routes=[
                 Route("/v1/audio/transcriptions", self._transcriptions, methods=["POST"]),
@@ -149,7 +149,7 @@ class TranscriptionServer:
             ],
             middleware=[
                 *([Middleware(CORSMiddleware, **cors_options(config.origins))] if config.origins else []),
-                Middleware(Authenticate, keys=keys, admin_key=None, max_body_bytes=most),
+                Middleware(Authenticate, keys=self.keys, admin_key=None, max_body_bytes=most),
                 Middleware(BodyLimit, max_bytes=most, limits=limits, max_held_bytes=QUEUED_BODIES * most),
             ],
         )
@@ -259,7 +259,8 @@ async def _serve(
             server.app, http=connection_class(ConnectionLimits().within_files()), lifespan="off", ws="none",
             log_config=None, access_log=False, server_header=False,
             timeout_graceful_shutdown=max(1, round(config.drain_s)),
-        )
+        ),
+        server.keys, config.origins,
     )  # fmt: skip
 
     def stop() -> None:

@@ -14,7 +14,7 @@ from colonnade.train.optimizer import AdamW, FusedAdamW
 from colonnade.train.optimizer_step import OptimizerStep
 from tests.adamw import SIZES, drawn, moved
 
-pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 MODEL = ModelConfig(vocab_size=301, layers=2, width=64, heads=4, ffn_width=100, context=64, tied=True)
 TRAIN = TrainConfig(steps=9, warmup=0, lr=1e-2, min_lr=1e-3, weight_decay=0.3, clip=0.1, dtype="bfloat16")

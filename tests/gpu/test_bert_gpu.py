@@ -13,7 +13,7 @@ from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.train.training_state import TrainingState
 
 # torch.compile, which the loss uses on a GPU, emits warnings of its own.
-pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 WORDS = ["column", "row", "share", "whole", "bears", "stands", "weight", "of", "the", "."]
 

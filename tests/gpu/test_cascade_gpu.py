@@ -30,7 +30,7 @@ from tests.latent_decoding import LatentCase, LatentMade
 from tests.serve import tiny
 from tests.serve.ranks import LATENT
 
-pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 4e-3, torch.float16: 6e-4}
 CHUNKS = {"lengths": [1500, 700, 70, 40, 0, 3], "queries": [600, 700, 65, 90, 0, 2]}

@@ -13,7 +13,7 @@ from colonnade.train.training_state import TrainingState
 from colonnade.tune import Example, fit
 from colonnade.tune.classify import example_feed
 
-pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 MODEL = ModelConfig(
     family="bert", vocab_size=100, layers=2, width=128, heads=4, ffn_width=256, context=64, causal=False, segments=2,

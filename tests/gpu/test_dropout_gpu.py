@@ -11,7 +11,7 @@ from colonnade.kernels.dropout import AttentionDropout
 from colonnade.kernels.registry import choose
 from colonnade.model import Dropout, DropoutRates, Loss, Packed, Stream, Transformer, initialise
 
-pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 4e-3, torch.float16: 6e-4}
 KEY = torch.tensor(-(2**62) + 12345)

@@ -13,7 +13,7 @@ from colonnade.serve import Engine, SamplingParams
 from tests.encdec import built, inputs, nllb, switch, t5, texts
 from tests.serve import tiny
 
-pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]  # torch.compile, which the loss uses, warns
+pytestmark = pytest.mark.filterwarnings("ignore")  # torch.compile, which the loss uses, warns
 
 MODELS = {
     "t5": t5("1.1", head_width=16), "t5-old": t5("1.0", head_width=16), "switch": switch(head_width=16),

@@ -16,7 +16,6 @@ from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.parallel.launch import launch
 
 pytestmark = [
-    pytest.mark.gpu,
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
     pytest.mark.filterwarnings("ignore"),
 ]

@@ -16,7 +16,7 @@ from colonnade.model.moe import LayerRouting, MixtureOfExperts
 from colonnade.parallel.axis import SOLO_AXES
 from tests.experts import LOADS, Case, experts_with_dropout, gradients, routed_experts
 
-pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 8e-3, torch.float16: 1e-3}
 """Both the hidden units and the output are rounded."""

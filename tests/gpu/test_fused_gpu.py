@@ -28,7 +28,7 @@ from tests.serve import tiny
 from tests.unit.test_fused import SHAPES
 from tests.units import codes, tolerance
 
-pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 TOLERANCE = {torch.bfloat16: 4e-3, torch.float16: 1.2e-3, torch.float32: 2e-4}
 """Relative norm against float64; int4 sets the limit for float16 and float32: its nibbles are offset by 2048."""

@@ -18,7 +18,7 @@ from colonnade.train.training_state import TrainingState
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # makes cuBLAS deterministic
 
 # torch.compile, which the loss uses on a GPU, emits warnings of its own.
-pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 WORDS = ["column", "row", "share", "whole", "bears", "stands", "weight", "of", "the", "and"]
 MODEL = ModelConfig(vocab_size=300, layers=2, width=128, heads=4, kv_heads=2, ffn_width=256, context=64, tied=True)

@@ -14,7 +14,7 @@ from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.train.trackers import read_rows
 from colonnade.tune.tuner import Tuner, tuned_run
 
-pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 REWARD = """
 def low(prompt, answer, row):

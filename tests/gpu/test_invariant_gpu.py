@@ -20,7 +20,7 @@ from tests.decoding import Case, by_itself
 from tests.serve import test_serve_invariant as cpu
 from tests.serve import tiny
 
-pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 TOLERANCE = {torch.bfloat16: 4e-3, torch.float16: 6e-4, torch.float32: 2e-6}
 """Relative norm; float32 sums 4,096 products sequentially, which costs 1.15e-6."""

@@ -9,7 +9,7 @@ from colonnade.kernels.attention.shared_prefix import PrefixTree, shared_prefix_
 from colonnade.kernels.registry import Kernel
 from tests.gpu.rows import rows
 
-pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 4e-3, torch.float16: 6e-4}
 """bfloat16: rounding the output alone costs 1.7e-3. Gradients pass through two roundings and get twice as much."""

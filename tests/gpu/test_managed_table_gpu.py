@@ -9,8 +9,6 @@ from torch import Tensor
 from colonnade.nn import ManagedTable, prefetched
 from tests.unit.test_managed_table import batches, equal, train, uneven
 
-pytestmark = pytest.mark.gpu
-
 BUCKETS = 64
 
 

@@ -28,7 +28,7 @@ from colonnade.serve.engine import Engine
 from tests.experts import LOADS, Case, in_fewer_bits, written_out
 from tests.serve import tiny
 
-pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 KINDS = [("int8", 64), ("int4", 32), ("int4", 64), ("int4", 128), ("float8", 64)]
 TOLERANCE = {torch.bfloat16: 4e-3, torch.float16: 6e-4, torch.float32: 1e-4}

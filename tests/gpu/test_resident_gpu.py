@@ -17,8 +17,6 @@ from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.serve import Engine, SamplingParams
 from tests.serve import tiny
 
-pytestmark = pytest.mark.gpu
-
 DELAY_CYCLES = 20_000_000
 """Clock cycles of a delay, about ten milliseconds."""
 MOE = MoeConfig(experts=8, active=2, ffn_width=512)

@@ -8,8 +8,6 @@ from colonnade.kernels.softmax_state import State, merge
 from colonnade.model.attend import Packed
 from colonnade.model.context_parallel import zigzag_shards
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
 BOUND = {torch.bfloat16: 6e-3, torch.float16: 1e-3}
 """Relative norm against float64; backward inputs are rounded twice, the output once."""
 

@@ -25,8 +25,6 @@ from tests.routers import (
 )  # fmt: skip
 from tests.worlds import assert_same
 
-pytestmark = pytest.mark.gpu
-
 
 def _route_on(name: str, device: str) -> dict[str, torch.Tensor]:
     moe = moe_of(name, capacity=1.0, priority=True)

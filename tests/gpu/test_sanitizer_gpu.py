@@ -17,7 +17,6 @@ ROOT = Path(__file__).parents[2]
 PROGRAM = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
 
 
-@pytest.mark.gpu
 @pytest.mark.long
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(PROGRAM is None, reason="compute-sanitizer is not installed; it comes with CUDA's toolkit")

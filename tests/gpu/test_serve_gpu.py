@@ -12,8 +12,6 @@ from colonnade.serve.sample_args import SampleArgs
 from colonnade.serve.sampler import sample
 from tests.serve import test_draft_model, test_speculation, tiny
 
-pytestmark = pytest.mark.gpu
-
 PROMPTS = ["The quick brown", "My fellow citizens: we", "ö", "the dog sleeps on"]
 LIMITS = ServeConfig(pages=12, page_tokens=4, token_budget=9, max_requests=3)
 

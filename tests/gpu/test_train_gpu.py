@@ -21,7 +21,7 @@ from colonnade.train.training_state import TrainingState
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # makes cuBLAS deterministic
 
 # torch.compile, which the loss uses on a GPU, emits warnings of its own.
-pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 WORDS = ["column", "row", "share", "whole", "bears", "stands", "weight", "of", "the", "and"]
 MOE = MoeConfig(experts=8, active=2, ffn_width=64, shared_width=32, z_weight=0.01, bias_rate=0.01)

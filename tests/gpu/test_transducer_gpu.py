@@ -8,7 +8,7 @@ from colonnade.kernels.transducer import triton_joint, triton_lattice
 from colonnade.model.transducer_loss import Joint
 from tests.transducer import CASES, Case, Kernels, compare
 
-pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 LARGE = {
     "long": Case([300, 1, 177], [61, 0, 90], 1024, 512),

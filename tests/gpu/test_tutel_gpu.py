@@ -6,8 +6,6 @@ import torch
 from colonnade.compat.tutel import moe, system
 from tests.worlds import assert_same
 
-pytestmark = pytest.mark.gpu
-
 
 def _layer(**options: object) -> moe.moe_layer:
     experts = {"type": "ffn", "num_experts_per_device": 4, "hidden_size_per_expert": 32}

@@ -20,7 +20,7 @@ from colonnade.train.trackers import read_rows
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 # torch.compile, which the loss uses on a GPU, emits warnings of its own.
-pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 WORDS = ["column", "row", "share", "whole", "bears", "stands", "weight", "of", "the", "and"]
 MODEL = ModelConfig(vocab_size=300, layers=4, width=512, heads=8, kv_heads=8, ffn_width=2048, context=512, tied=True)

@@ -36,7 +36,7 @@ async def stream(running: Running, *, leave_after: int | None = None, **body: An
     address = urlsplit(running.url)
     reader, writer = await asyncio.open_connection(address.hostname, address.port)
     data = json.dumps({"model": "tiny", "temperature": 0, "ignore_eos": True, "stream": True, **body}).encode()
-    head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-type: application/json\r\n"
+    head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-type: application/json\r\n"
     try:
         writer.write(f"{head}content-length: {len(data)}\r\n\r\n".encode() + data)
         status = int((await reader.readline()).split()[1])

@@ -26,7 +26,9 @@ if connection.HttpToolsProtocol is not None:
     CLASSES.append(connection.HttpToolsConnection)
 
 HOUR_S = 3600.0
-REQUEST = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+REQUEST = (
+    b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+)
 OVER_S = 120
 """Limit against hanging [s]."""
 
@@ -141,7 +143,11 @@ each_protocol = pytest.mark.parametrize("protocol", CLASSES)
 @each_protocol
 def test_half_sent_headers_are_closed(protocol: type[Any]):
     with web(protocol, header_s=0.3) as it:
-        lines = [it.connect(data) for data in (b"", b"POST /v1", b"GET / HTTP/1.1\r\nhost: x\r\n") for _ in range(120)]
+        lines = [
+            it.connect(data)
+            for data in (b"", b"POST /v1", b"GET / HTTP/1.1\r\nhost: localhost\r\n")
+            for _ in range(120)
+        ]
         assert all(whole_answer(line) == b"" for line in lines)
         later = it.connect(REQUEST % 2 + b"ok")
         one_answer(later, b"ok\r\n0\r\n\r\n")
@@ -165,7 +171,7 @@ def test_trickled_headers_do_not_extend_their_time(protocol: type[Any]):
 def test_a_busy_event_loop_answers_requests_that_arrived_meanwhile(protocol: type[Any]):
     with web(protocol, header_s=1.0) as it:
         lines = [it.connect() for _ in range(20)]
-        it.connect(b"GET /busy HTTP/1.1\r\nhost: x\r\n\r\n")
+        it.connect(b"GET /busy HTTP/1.1\r\nhost: localhost\r\n\r\n")
         assert it.busy.wait(OVER_S)
         for line in lines:  # the event loop sleeps for twice the header time now
             line.sendall(REQUEST % 2 + b"ok")
@@ -220,11 +226,11 @@ def test_a_trickled_body_gets_408_and_a_steady_one_is_accepted(protocol: type[An
 @each_protocol
 def test_a_reader_that_stops_is_dropped(protocol: type[Any]):
     with web(protocol, stall_s=0.3) as it:
-        stalled = it.connect(b"GET /endless HTTP/1.1\r\nhost: x\r\n\r\n", receive_bytes=4096)
+        stalled = it.connect(b"GET /endless HTTP/1.1\r\nhost: localhost\r\n\r\n", receive_bytes=4096)
         assert it.left.wait(OVER_S), "the stream must see the disconnect"
         with contextlib.suppress(ConnectionResetError):
             whole_answer(stalled)  # what had been sent
-        reader = it.connect(b"GET /long HTTP/1.1\r\nhost: x\r\n\r\n", receive_bytes=1 << 16)
+        reader = it.connect(b"GET /long HTTP/1.1\r\nhost: localhost\r\n\r\n", receive_bytes=1 << 16)
         count = 0
         for _ in range(8):  # slower than stall_s in all, but never stopped
             time.sleep(0.1)
@@ -265,7 +271,7 @@ def test_what_is_no_http_is_refused_in_json(protocol: type[Any]):
 @each_protocol
 @pytest.mark.parametrize("piece", [b"a: b\r\n", b"x" * 1000], ids=["many", "long"])
 def test_endless_headers_are_refused(protocol: type[Any], piece: bytes):
-    with web(protocol) as it, it.connect(b"GET / HTTP/1.1\r\nhost: x\r\nlong: ") as line:
+    with web(protocol) as it, it.connect(b"GET / HTTP/1.1\r\nhost: localhost\r\nlong: ") as line:
         answer = b""
         with contextlib.suppress(ConnectionError):
             for _ in range(200):
@@ -276,7 +282,7 @@ def test_endless_headers_are_refused(protocol: type[Any], piece: bytes):
 
 @each_protocol
 def test_endless_trailers_and_chunk_extensions_are_cut_off(protocol: type[Any]):
-    head = b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+    head = b"POST / HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n"
     for start, piece in ((b"1\r\nx\r\n0\r\n", b"a: " + b"b" * 997), (b"1\r\nx\r\n1;", b"e" * 1000)):
         with web(protocol) as it, it.connect(head + start) as line:
             answer = b""
@@ -292,7 +298,7 @@ def test_a_second_request_before_the_answer(protocol: type[Any]):
     """Two requests at once: h11 answers both; httptools the first, and closes, so that the client repeats the other."""
     ask = REQUEST % 2 + b"ok"
     with web(protocol) as it:
-        line = it.connect(ask + ask.replace(b"host: x", b"host: x\r\nconnection: close"))
+        line = it.connect(ask + ask.replace(b"host: localhost", b"host: localhost\r\nconnection: close"))
         answer = whole_answer(line)
         assert answer.count(b"HTTP/1.1 200") == (2 if protocol is connection.H11Connection else 1)
 

@@ -458,10 +458,8 @@ def test_disconnected_client_frees_its_pages(running: Running, stream: bool):
     host, port = running.url.removeprefix("http://").split(":")
     lines = [socket.create_connection((host, int(port))) for _ in range(20)]
     for line in lines:
-        head = (
-            f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
-        )
-        line.sendall(head.encode() + b"\r\n\r\n" + body)
+        head = f"host: localhost\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+        line.sendall(b"POST /v1/completions HTTP/1.1\r\n" + head.encode() + body)
     lines[0].recv(1)  # the request is running
     for line in lines:
         line.close()

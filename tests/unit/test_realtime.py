@@ -285,6 +285,8 @@ def test_pages_of_other_origins_are_refused():
             assert await connect(client, origin=evil) == 403
             assert await connect(client, origin="null") == 403
             assert server.counts["refused"] == 2
+            # A page whose name resolves to 127.0.0.1 is of the host that its request names.
+            assert await connect(client, origin=evil, host="evil.example.com") == 403
             reply = await client.get("/v1/models", headers={"origin": evil})
             assert "access-control-allow-origin" not in reply.headers
         async with running(origins=(other,)) as (client, _):
@@ -355,7 +357,7 @@ def test_a_silent_client_is_dropped_and_one_that_does_not_read():
             host, port = client._base_url.host, client._base_url.port
             _, writer = await asyncio.open_connection(host, port, limit=1)
             handshake = (
-                f"GET {PATH} HTTP/1.1\r\nhost: x\r\nupgrade: websocket\r\nconnection: upgrade\r\n"
+                f"GET {PATH} HTTP/1.1\r\nhost: localhost\r\nupgrade: websocket\r\nconnection: upgrade\r\n"
                 "sec-websocket-version: 13\r\nsec-websocket-key: AAAAAAAAAAAAAAAAAAAAAA==\r\n\r\n"
             )
             writer.write(handshake.encode())

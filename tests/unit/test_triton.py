@@ -1,8 +1,6 @@
 """Triton kernels checked without a GPU by Triton's interpreter (tests/interpreted*.py)."""
 
 import importlib.util
-import json
-import os
 import signal
 import subprocess
 import sys
@@ -11,44 +9,24 @@ from pathlib import Path
 
 import pytest
 
+from tests.interpreter import CHECKS, Interpreter, started
+
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
-def interpreter() -> Iterator[subprocess.Popen[str]]:
+def interpreter() -> Iterator[Interpreter]:
     """One process for all modules, because importing torch and Triton takes seconds."""
-    with subprocess.Popen(
-        [sys.executable, "-m", "tests.interpreter"],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT,
-        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
-    ) as process:  # fmt: skip
-        yield process
-        process.kill()
+    process = started or Interpreter()
+    yield process
+    if process is not started:
+        process.end()
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed: pip install triton")
-@pytest.mark.parametrize(
-    ("module", "checks"),
-    [
-        ("interpreted", 7),
-        ("interpreted_experts", 10),
-        ("interpreted_decode", 13),
-        ("interpreted_cascade", 7),
-        ("interpreted_latent", 5),
-        ("interpreted_fused", 8),
-        ("interpreted_units", 4),
-        ("interpreted_quantised", 9),
-        ("interpreted_ranks", 3),
-        ("interpreted_transducer", 2),
-    ],
-)
-def test_interpreted_kernels_match_their_references(
-    interpreter: subprocess.Popen[str], module: str, checks: int
-) -> None:
-    assert interpreter.stdin is not None and interpreter.stdout is not None
-    interpreter.stdin.write(f"tests.{module}\n")
-    interpreter.stdin.flush()
-    code, output = json.loads(interpreter.stdout.readline())
+@pytest.mark.parametrize(("module", "checks"), CHECKS.items())
+def test_interpreted_kernels_match_their_references(interpreter: Interpreter, module: str, checks: int) -> None:
+    code, output = interpreter.run(module)
     assert code == 0, output
     assert output.count(" cases") == checks, output
 
