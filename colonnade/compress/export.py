@@ -39,6 +39,7 @@ from colonnade.model import Rows, Stream, Transformer
 from colonnade.model.moe.experts import ExpertRows, Experts
 from colonnade.model.moe.router import find_router
 from colonnade.model.static_attend import Static, cache_row
+from colonnade.model.weight_only_quant import quantisable_modules
 
 TORCH = (2, 13)
 """The oldest version known to work; 2.11 ended with a segmentation fault."""
@@ -172,7 +173,9 @@ def _compile(
         warnings.simplefilter("ignore")  # torch warns about its own internals
         program = torch.export.export(step, example, dynamic_shapes=shapes)
         if pt2e is not None:
-            program = quantise_program(program, example, shapes, pt2e, passes(texts or example[:1], tokens, cache))
+            weights = {f"model.{name}" for name in quantisable_modules(step.model)}
+            calibration = passes(texts or example[:1], tokens, cache)
+            program = quantise_program(program, example, shapes, pt2e, weights, calibration)
         compile_program(program, path, weights_inside=pt2e is not None)
     if pt2e is not None:
         return {}

@@ -12,7 +12,7 @@ Python's bytecode does not record; it is added here. Otherwise the quantizer wou
 """
 
 import importlib.util
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -39,11 +39,17 @@ def check_torchao() -> None:
 
 
 def quantise_program(
-    program: "ExportedProgram", example: tuple[Any, ...], shapes: Any, how: InputScales, calibration: Iterable[tuple]
+    program: "ExportedProgram",
+    example: tuple[Any, ...],
+    shapes: Any,
+    how: InputScales,
+    weights: Collection[str],
+    calibration: Iterable[tuple],
 ) -> "ExportedProgram":
     """``program`` with linear layers in 8 bits, exported again for ``example`` inputs of dynamic ``shapes``.
 
-    ``calibration`` are inputs of the program, whose caches it may write to; dynamic scales need only one of them.
+    ``weights``: the parameters that may be quantised; routers, for example, keep float32. ``calibration`` are inputs of
+    the program, whose caches it may write to; dynamic scales need only one of them.
     """
     from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e  # type: ignore[import-not-found]
     from torchao.quantization.pt2e.quantizer.x86_inductor_quantizer import (  # type: ignore[import-not-found]
@@ -52,7 +58,7 @@ def quantise_program(
     )
 
     module = program.module()
-    linears = [node for node in module.graph.nodes if node.target is LINEAR]
+    linears = [node for node in module.graph.nodes if node.target is LINEAR and node.args[1].target in weights]
     for node in linears:
         node.meta["source_fn_stack"] = [(node.name, F.linear)]
     quantizer = X86InductorQuantizer()

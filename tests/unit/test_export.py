@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from colonnade import api
 from colonnade.checkpoint import atomic_folder
@@ -25,6 +26,7 @@ from colonnade.kernels.experts.gathered import all_experts, gathered_experts
 from colonnade.kernels.experts.reference import Weights
 from colonnade.model import Packed, Rows, Stream, Transformer, initialise
 from colonnade.model.static_attend import Static, StaticView, cache_row
+from colonnade.model.weight_only_quant import quantisable_modules
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.serve.engine import Engine
 from colonnade.serve.package import Package
@@ -259,7 +261,8 @@ def graph_in_8_bits(how, tokens: int) -> tuple[torch.fx.GraphModule, list[torch.
     shapes = (None, None, None, [{0: slots} for _ in cache])
     with torch.no_grad():
         program = torch.export.export(step, example, dynamic_shapes=shapes)
-        program = quantise_program(program, example, shapes, how, passes(calibration(), tokens, cache))
+        weights = {f"model.{name}" for name in quantisable_modules(step.model)}
+        program = quantise_program(program, example, shapes, how, weights, passes(calibration(), tokens, cache))
     return program.module(), cache
 
 
@@ -300,6 +303,34 @@ def test_static_scales_do_not_depend_on_padding() -> None:
     ids = calibration()[1][:5].tolist()
     first, second = (run_graph(graph, [x.clone() for x in cache], [*ids, *rest], 0, 4) for rest in ([0] * 3, [9, 8, 7]))
     assert torch.equal(first, second)
+
+
+@PT2E
+@pytest.mark.slow
+def test_the_verb_quantises_a_mixture(monkeypatch, tmp_path) -> None:
+    """Its linear layers have 8 bits, its router and experts do not; the file of shared weights is empty."""
+    pytest.importorskip("torchao")
+    compiled: list[list[str]] = []
+
+    def compile_program(program, path: Path, *, weights_inside: bool) -> None:
+        assert weights_inside
+        compiled.append([str(node.target) for node in program.graph.nodes])
+        path.write_bytes(b"code")
+
+    monkeypatch.setattr("colonnade.compress.export.compile_program", compile_program)
+    tokenizer = tiny.tokenizer()
+    config = EIGHT_BITS.replace(vocab_size=tokenizer.vocab_size, moe=MIXTURE, tied=False)
+    model = initialise(Transformer(config), 3).requires_grad_(False)
+    solo = DistributedContext.solo(torch.device("cpu"))
+    api.save(api.Model(model, tokenizer, solo, "m"), tmp_path / "m")
+    run("export", tmp_path / "m", tmp_path / "p", "--prefill", 16, "--pt2e", "static")
+    for targets in compiled:
+        # Two of attention in each block; three of a dense and of a shared network; the output projection.
+        assert targets.count("quantized_decomposed.dequantize_per_channel.default") == 2 * 2 + 3 + 3 + 1
+        assert targets.count("aten.linear.default") > 2 * 2 + 3 + 3 + 1
+    assert len(compiled) == 2
+    assert json.loads((tmp_path / "p" / PACKAGE).read_text())["pt2e"] == "static"
+    assert not load_file(tmp_path / "p" / WEIGHTS)
 
 
 def test_what_pt2e_refuses(monkeypatch, tmp_path) -> None:
