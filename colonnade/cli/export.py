@@ -15,6 +15,8 @@ def export(
     context: int | None = None,
     prefill: int | None = None,
     dtype: Literal["float32", "bfloat16"] = "float32",
+    pt2e: Literal["dynamic", "static"] | None = None,
+    text: str = "sotu",
     experts: ExpertsConfig = AS_TRAINED,
     overwrite: bool = False,
 ) -> None:
@@ -29,26 +31,37 @@ def export(
         context: Maximum length of a text [tokens]; 2048 unless given, or the model's context if that is less.
         prefill: Prompt tokens per pass; 128 unless given, or the context if that is less.
         dtype: Dtype of the weights and the cache.
+        pt2e: Round linear layers and their inputs to 8 bits by torchao's export quantisation (PT2E). One scale for all
+            rows of a pass: dynamic, of the pass itself, or static, from the calibration text. Each of the package's two
+            programs then has its own weights.
+        text: Calibration text of --pt2e static: a corpus (its training split), a UTF-8 text file, or sotu for the
+            sample speeches.
         experts: For a mixture of experts: settings that differ from training.
         overwrite: Replace an existing package, once the new one is written.
     """
     from colonnade import api
     from colonnade.checkpoint.load_model import open_model
     from colonnade.checkpoint.package_format import check_out
-    from colonnade.compress.export import check_export
+    from colonnade.compress.export import check_export, check_pt2e
     from colonnade.compress.export import export as run
+    from colonnade.compress.pt2e import STATIC_TOKENS
+    from colonnade.compress.texts import calibration_texts
 
     check_out(out, overwrite)  # before the model is read
     opened = open_model(model)
     context = min(2048, opened.config.context) if context is None else context
     prefill = min(128, context) if prefill is None else prefill
     check_export(experts.apply_to(opened.config, opened.tasks), context, prefill)
+    if pt2e is not None:
+        check_pt2e(dtype)
     with (
         api.load(model, dtype=dtype, device="cpu", experts=experts, weights="dense") as loaded,
         progress_status("compiling; this takes minutes") as update,
     ):
+        texts = calibration_texts(text, loaded.tokenizer, STATIC_TOKENS, context) if pt2e == "static" else []
         info = run(
-            loaded.transformer, loaded._tokenizer, out, context=context, prefill=prefill, overwrite=overwrite,
+            loaded.transformer, loaded._tokenizer, out, context=context, prefill=prefill, pt2e=pt2e, texts=texts,
+            overwrite=overwrite,
             progress=lambda name: update(f"compiling {name}; this takes minutes"),
         )  # fmt: skip
     size = format_bytes(sum(path.stat().st_size for path in out.rglob("*") if path.is_file()))

@@ -8,7 +8,7 @@ reference kernels, which Inductor fuses by itself. :mod:`colonnade.checkpoint.pa
 import functools
 import shutil
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from colonnade.checkpoint.package_format import (
     compile_program,
     load_program,
 )
+from colonnade.compress.pt2e import InputScales, check_torchao, passes, quantise_program
 from colonnade.config import ModelConfig
 from colonnade.data.tokenizer import Tokenizer
 from colonnade.errors import ConfigError
@@ -38,6 +39,7 @@ from colonnade.model import Rows, Stream, Transformer
 from colonnade.model.moe.experts import ExpertRows, Experts
 from colonnade.model.moe.router import find_router
 from colonnade.model.static_attend import Static, cache_row
+from colonnade.model.weight_only_quant import quantisable_modules
 
 TORCH = (2, 13)
 """The oldest version known to work; 2.11 ended with a segmentation fault."""
@@ -50,18 +52,28 @@ def export(
     *,
     context: int = 2048,
     prefill: int = 128,
+    pt2e: InputScales | None = None,
+    texts: Sequence[Tensor] = (),
     overwrite: bool = False,
     progress: Callable[[str], object] = lambda _what: None,
 ) -> PackageInfo:
     """Write ``model`` as a package for texts of up to ``context`` tokens; returns its metadata.
 
-    ``prefill``: tokens of a prompt in one pass, at most. The model's modules are changed and cannot train afterwards.
-    Raises :class:`ConfigError` for models and sizes that cannot be exported and without a C++ compiler, and
-    :class:`CheckpointError` if ``out`` exists, with ``overwrite`` if it is no package.
+    ``prefill``: tokens of a prompt in one pass, at most. With ``pt2e`` linear layers have 8 bits
+    (:mod:`colonnade.compress.pt2e`); static scales need ``texts``, int64 token ids (T,) of at least ``prefill`` tokens.
+    The model's modules are changed and cannot train afterwards. Raises :class:`ConfigError` for models and sizes that
+    cannot be exported and without a C++ compiler, and :class:`CheckpointError` if ``out`` exists, with ``overwrite`` if
+    it is no package.
     """
     config = model.config
     check_export(config, context, prefill)
     dtype = next(model.parameters()).dtype
+    dtype_name = str(dtype).removeprefix("torch.")
+    if pt2e is not None:
+        check_pt2e(dtype_name)
+    texts = [text[:context] for text in texts if len(text) >= prefill]
+    if pt2e == "static" and not texts:
+        raise ConfigError(f"static scales need a text of at least {prefill} tokens; give one, or use --pt2e dynamic")
     check_out(out, overwrite)
     atomic_folder.create_partial(out, overwrite)
     partial = atomic_folder.partial_path(out)
@@ -70,11 +82,11 @@ def export(
     constants: dict[str, Tensor] = {}
     for name, tokens in ((DECODE, 1), (PREFILL, prefill)):
         progress(name)
-        constants |= _compile(step, tokens, cache, partial / name)
+        constants |= _compile(step, tokens, cache, partial / name, pt2e, texts)
     atomic_folder.write_tensors(partial / WEIGHTS, {name: t.detach().contiguous() for name, t in constants.items()})
     info = PackageInfo(
-        context=context, prefill=prefill, dtype=str(dtype).removeprefix("torch."), cache_row=cache_row(config),
-        model=config, processor=Processor.here(),
+        context=context, prefill=prefill, dtype=dtype_name, cache_row=cache_row(config),
+        pt2e=pt2e, model=config, processor=Processor.here(),
     )  # fmt: skip
     atomic_folder.write_json(partial / PACKAGE, info.model_dump(mode="json"))
     if tokenizer is not None:
@@ -104,6 +116,13 @@ def check_export(config: ModelConfig, context: int, prefill: int) -> None:
             f"export needs torch {TORCH[0]}.{TORCH[1]}, and this is {version[0]}.{version[1]}, whose compiler crashed "
             "on such programs; upgrade torch"
         )
+
+
+def check_pt2e(dtype: str) -> None:
+    """Raise :class:`ConfigError` unless a model of this dtype can be quantised while it is exported."""
+    if dtype != "float32":
+        raise ConfigError(f"--pt2e rounds float32 weights, not {dtype}; leave --dtype out")
+    check_torchao()
 
 
 def step_module(model: Transformer) -> "_Step":
@@ -139,7 +158,9 @@ class _Step(nn.Module):
         return self.model(stream, Static(cache, start), Rows(last[None]))[0]
 
 
-def _compile(step: _Step, tokens: int, cache: list[Tensor], path: Path) -> dict[str, Tensor]:
+def _compile(
+    step: _Step, tokens: int, cache: list[Tensor], path: Path, pt2e: InputScales | None, texts: Sequence[Tensor]
+) -> dict[str, Tensor]:
     """Compile one program to ``path``; returns the constants that it needs, by name."""
     run = gathered_experts if tokens == 1 else all_experts
     for module in step.modules():
@@ -151,7 +172,13 @@ def _compile(step: _Step, tokens: int, cache: list[Tensor], path: Path) -> dict[
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns about its own internals
         program = torch.export.export(step, example, dynamic_shapes=shapes)
-        compile_program(program, path)
+        if pt2e is not None:
+            weights = {f"model.{name}" for name in quantisable_modules(step.model)}
+            calibration = passes(texts or example[:1], tokens, cache)
+            program = quantise_program(program, example, shapes, pt2e, weights, calibration)
+        compile_program(program, path, weights_inside=pt2e is not None)
+    if pt2e is not None:
+        return {}
     values = {**program.state_dict, **program.constants}
     return {name: values[name] for name in load_program(path).get_constant_fqns()}  # others are unused or folded
 

@@ -110,7 +110,7 @@ def _triton() -> tuple[Kernel, ...]:
     from colonnade.kernels.attention import cudnn_relative, triton_cache_write
     from colonnade.kernels.experts import triton_experts, triton_few_tokens
     from colonnade.kernels.experts import triton_quantised as quantised_experts_gpu
-    from colonnade.kernels.linear import skinny_gemm
+    from colonnade.kernels.linear import skinny_gemm, triton_gptq
     from colonnade.kernels.transducer import triton_joint, triton_lattice
 
     return (
@@ -118,6 +118,7 @@ def _triton() -> tuple[Kernel, ...]:
         Kernel("dropout", "triton", triton_dropout.dropout, **ON_GPU),
         Kernel("quantised_linear", "triton", skinny_gemm.linear, **ON_GPU),
         Kernel("fused_linear", "triton", skinny_gemm.fused_linear, **ON_GPU),
+        Kernel("gptq_columns", "triton", triton_gptq.round_columns, ("cuda",), (torch.float32,)),
         Kernel("relative_attention", "cudnn", cudnn_relative.relative, **ON_GPU_16_BIT),
         Kernel("rope_and_kv_write", "triton", triton_cache_write.rope_and_kv_write, **ON_GPU),
         Kernel("routed_experts", "triton", triton_experts.routed, **ON_GPU),
@@ -173,15 +174,6 @@ def _skinny() -> tuple[Kernel, ...]:
         Kernel("quantised_linear", "skinny", skinny_gemm.linear, **ON_GPU),
         Kernel("rope_cos_sin", "skinny", triton_rotary.rotation, **ON_GPU),
     )
-
-
-def _by_name() -> tuple[Kernel, ...]:
-    """Kernels that are interpreted and compiled in tests, and have not run on a GPU yet."""
-    if not TRITON:
-        return ()
-    from colonnade.kernels.linear import triton_gptq
-
-    return (Kernel("gptq_columns", "triton", triton_gptq.round_columns, ("cuda",), (torch.float32,)),)
 
 
 NATIVE: dict[str, Any] = {"devices": ("cpu",), "dtypes": (torch.float32, torch.bfloat16)}
@@ -318,7 +310,6 @@ KERNELS: tuple[Kernel, ...] = (
     Kernel("transducer_gradients", "reference", joint.gradients),
     Kernel("transducer_lattice", "reference", lattice.transducer_lattice),
     *_skinny(),
-    *_by_name(),
     *_native(),
     *_batch_invariant(),
 )

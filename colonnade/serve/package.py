@@ -47,9 +47,12 @@ class Package:
         folder = Path(folder)
         self.folder, self.info = folder, open_package(folder, trust=trust, digest=digest)
         self.tokenizer = Tokenizer.from_model(folder / TOKENIZER)
-        weights = load_file(folder / WEIGHTS)
-        self._decode, self._prefill = (_with_weights(folder / name, weights) for name in (DECODE, PREFILL))
-        info = self.info
+        info, programs = self.info, [folder / DECODE, folder / PREFILL]
+        if info.pt2e is None:
+            weights = load_file(folder / WEIGHTS)
+            self._decode, self._prefill = (_with_weights(path, weights) for path in programs)
+        else:
+            self._decode, self._prefill = map(load_program, programs)
         shape = (info.context + info.prefill, *info.cache_row)
         self._cache = [torch.zeros(shape, dtype=getattr(torch, info.dtype)) for _ in range(info.model.layers)]
         self._tokens: list[int] = []

@@ -301,7 +301,6 @@ def test_refusals(corpus, teachers, tmp_path) -> None:
         with pytest.raises((ConfigError, PlanError), match=match):
             check_teacher(run, Corpus(corpus))
 
-    refused("has a vocabulary of 300, and the run's model one of 301", STUDENT.replace(vocab_size=301))
     refused("equal widths, and the teacher has 32 and the model 16", hidden=0.5)
     refused("both soften the targets", train={"label_smoothing": 0.1})
     refused("pp=2 and cp=1", plan=Plan(pp=2))
@@ -313,8 +312,18 @@ def test_refusals(corpus, teachers, tmp_path) -> None:
     refused("both give the initial weights", name="equal", init="layers", train={"pretrained_checkpoint": "x"})
     with pytest.raises(SystemExit):
         main(["distill", "--data.path", str(corpus)])
+
+
+def test_a_teacher_of_another_vocabulary_is_refused(corpus, teachers, tmp_path, capsys) -> None:
+    """Another size, and as many other tokens; the verb says so in one line before training starts."""
+    run = config(corpus, tmp_path, settings(teachers))
+    with pytest.raises(ConfigError, match=r"has a vocabulary of 300, .* model one of 301; use a teacher with the same"):
+        check_teacher(run.replace(model=STUDENT.replace(vocab_size=301)), Corpus(corpus))
     other = tmp_path / "other"
     build([("a", TEXT[::-1] * 20)], other, vocab_size=300, validation_share=0.2)
-    run = config(corpus, tmp_path, settings(teachers))
     with pytest.raises(ConfigError, match=r"another tokenizer than that of distill\.teacher"):
         check_teacher(run.replace(data=run.data.replace(path=other)), Corpus(other))
+    with pytest.raises(SystemExit) as stop:
+        main(["distill", "--data.path", str(other), "--distill.teacher", str(teachers["dense"]), "--device", "cpu"])
+    assert stop.value.code == 1
+    assert "another tokenizer than that of distill.teacher" in " ".join(capsys.readouterr().err.split())

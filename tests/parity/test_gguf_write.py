@@ -101,11 +101,33 @@ def test_refusals(tmp_path) -> None:
     compress(model, Compression(by="nearest", weight_group=64))
     with pytest.raises(ConfigError, match="--weight_group 32"):
         write_gguf(model, tmp_path / "g.gguf")
-    small = build(LLAMA, dtype=torch.float32).requires_grad_(False)
-    small.get_parameter("blocks.0.ffn.up.weight").mul_(1e6)
-    compress(small, Compression(by="nearest", weight_group=32))
-    small_up = quantised_parameters(small)["blocks.0.ffn.up.weight"]
-    small_up.scales.mul_(1e4)
-    with pytest.raises(ConfigError, match="no float16 number"):
-        write_gguf(small, tmp_path / "s.gguf")
     assert sorted(p.name for p in tmp_path.iterdir() if not p.name.startswith(".")) == ["m.gguf"]
+
+
+@pytest.mark.parametrize("grid", ["affine", "symmetric"])
+@pytest.mark.parametrize("factor", [2.0**24, 2.0**-16], ids=["too large", "too small"])
+def test_int4_scales_outside_float16_are_refused(grid, factor, tmp_path) -> None:
+    """A bfloat16 scale beyond 65,504, or so small that float16 rounds it; the message says what to write instead."""
+    model = build(LLAMA, dtype=torch.float32).requires_grad_(False)
+    compress(model, Compression(by="nearest", weight_group=32, grid=grid))
+    quantised_parameters(model)["blocks.0.ffn.up.weight"].scales.mul_(factor)
+    with pytest.raises(ConfigError, match=r"'blocks.0.ffn.up.weight' has the int4 scale .*write --format hf or"):
+        write_gguf(model, tmp_path / "m.gguf")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("weights", "factor", "message"),
+    [
+        (None, 1e7, "has values beyond float16's 65504, which GGUF needs; write --format hf"),
+        ("int8", 1e9, "has int8 scales beyond float16's 65504, which GGUF needs; write --format hf or colonnade"),
+    ],
+)
+def test_values_outside_float16_are_refused(weights, factor, message, tmp_path) -> None:
+    model = build(LLAMA, dtype=torch.float32).requires_grad_(False)
+    model.get_parameter("blocks.0.ffn.up.weight").mul_(factor)
+    if weights is not None:
+        compress(model, Compression(by="nearest", weights=weights))
+    with pytest.raises(ConfigError, match=message):
+        write_gguf(model, tmp_path / "m.gguf")
+    assert not list(tmp_path.iterdir())

@@ -22,6 +22,7 @@ import engine
 import expert_compression
 import flash_decoding
 import fsdp
+import gptq_columns
 import int8_step
 import moe_cpu
 import moe_layer
@@ -204,6 +205,7 @@ TINY_RUNS = [
     (flash_decoding, ["--tiny", "--shared"]),
     (flash_decoding, ["--tiny", "--eight-bits"]),
     (flash_decoding, ["--tiny", "--sweep", "0", "2"]),
+    (gptq_columns, ["--tiny"]),
     (moe_cpu, ["--tiny", "--shapes", "olmoe", "--dtypes", "float32", "--tokens", "1", "--rounds", "1"]),
     (moe_layer, ["--tiny", "--shapes", "qwen3", "--passes", "forward", "--who", "colonnade"]),
     (quantised_linear, ["--tiny"]),
@@ -230,6 +232,12 @@ def test_tiny_runs_do_not_change_published_results(
     printed = capsys.readouterr().out
     for path in (path for path in tmp_path.rglob("*") if path.suffix in (".json", ".png", ".jsonl")):
         assert str(path) in printed, "the path of each file must be printed"
+
+
+def test_labels_are_kept_apart() -> None:
+    assert compress_benchmark.apart([0, 1, 2.5], 1) == [0, 1, 2.5]
+    places = compress_benchmark.apart([0, 0.1, 0.2, 5], 1)
+    assert places == pytest.approx([-0.9, 0.1, 1.1, 5]), "centred on their points, and the last stays"
 
 
 def test_flash_decoding_rejects_unsupported_options(

@@ -8,13 +8,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from colonnade import api
 from colonnade.checkpoint import atomic_folder
 from colonnade.checkpoint.digest import BackgroundDigests, digest_of
 from colonnade.checkpoint.package_format import DECODE, PACKAGE, WEIGHTS, PackageInfo, Processor, open_package
 from colonnade.cli import main
-from colonnade.compress.export import TORCH, check_export, export, step_module
+from colonnade.compress.export import TORCH, check_export, check_pt2e, export, step_module
+from colonnade.compress.pt2e import passes, quantise_program
 from colonnade.config import LatentConfig, ModelConfig, MoeConfig, ServeConfig
 from colonnade.data.tokenizer import Tokenizer
 from colonnade.errors import CheckpointError, ConfigError, RequestError
@@ -24,6 +26,7 @@ from colonnade.kernels.experts.gathered import all_experts, gathered_experts
 from colonnade.kernels.experts.reference import Weights
 from colonnade.model import Packed, Rows, Stream, Transformer, initialise
 from colonnade.model.static_attend import Static, StaticView, cache_row
+from colonnade.model.weight_only_quant import quantisable_modules
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.serve.engine import Engine
 from colonnade.serve.package import Package
@@ -239,6 +242,128 @@ def exported(tmp_path_factory) -> tuple[Path, Path]:
     api.save(whole, folder / "m")
     run("export", folder / "m", folder / "package", "--prefill", 16)
     return folder / "m", folder / "package"
+
+
+EIGHT_BITS = ModelConfig(
+    vocab_size=67, layers=2, width=48, heads=4, kv_heads=2, head_width=24, ffn_width=96, context=64, tied=True
+)
+"""The output projection is also the embedding, which keeps float32."""
+PT2E = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+"""torchao imports deprecated parts of torch."""
+
+
+def graph_in_8_bits(how, tokens: int) -> tuple[torch.fx.GraphModule, list[torch.Tensor]]:
+    """A pass over ``tokens`` tokens, not compiled, and an empty cache."""
+    step = step_module(models.build(EIGHT_BITS, dtype=torch.float32))
+    cache = [torch.zeros(56, *cache_row(EIGHT_BITS)) for _ in range(EIGHT_BITS.layers)]
+    zero, slots = torch.tensor(0), torch.export.Dim("slots", min=2, max=56)
+    example = (torch.zeros(tokens, dtype=torch.int64), zero, zero.clone(), cache)
+    shapes = (None, None, None, [{0: slots} for _ in cache])
+    with torch.no_grad():
+        program = torch.export.export(step, example, dynamic_shapes=shapes)
+        weights = {f"model.{name}" for name in quantisable_modules(step.model)}
+        program = quantise_program(program, example, shapes, how, weights, passes(calibration(), tokens, cache))
+    return program.module(), cache
+
+
+def calibration() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(EIGHT_BITS.vocab_size, (40,), generator=generator) for _ in range(6)]
+
+
+def run_graph(graph: torch.fx.GraphModule, cache, ids: list[int], start: int, last: int) -> torch.Tensor:
+    with torch.no_grad():
+        return graph(torch.tensor(ids), torch.tensor(start), torch.tensor(last), cache)
+
+
+@PT2E
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["dynamic", "static"])
+def test_every_linear_layer_is_in_8_bits(how) -> None:
+    """The quantizer leaves out, without a word, layers that it does not recognise."""
+    pytest.importorskip("torchao")
+    graph, cache = graph_in_8_bits(how, 8)
+    targets = [str(node.target) for node in graph.graph.nodes]
+    # Four matrices a layer and gate, and the output projection.
+    assert targets.count("quantized_decomposed.dequantize_per_channel.default") == 5 * EIGHT_BITS.layers + 1
+    assert targets.count("aten.linear.default") == 5 * EIGHT_BITS.layers + 1
+    ids = calibration()[0][:8]
+    with torch.no_grad():
+        model = models.build(EIGHT_BITS, dtype=torch.float32)
+        want_V = model(Stream(ids, torch.arange(8)), Packed.of([8]), Rows())[-1]
+    got_V = run_graph(graph, cache, ids.tolist(), 0, 7)
+    assert (got_V - want_V).norm() < 0.05 * want_V.norm()
+
+
+@PT2E
+@pytest.mark.slow
+def test_static_scales_do_not_depend_on_padding() -> None:
+    pytest.importorskip("torchao")
+    graph, cache = graph_in_8_bits("static", 8)
+    ids = calibration()[1][:5].tolist()
+    first, second = (run_graph(graph, [x.clone() for x in cache], [*ids, *rest], 0, 4) for rest in ([0] * 3, [9, 8, 7]))
+    assert torch.equal(first, second)
+
+
+@PT2E
+@pytest.mark.slow
+def test_the_verb_quantises_a_mixture(monkeypatch, tmp_path) -> None:
+    """Its linear layers have 8 bits, its router and experts do not; the file of shared weights is empty."""
+    pytest.importorskip("torchao")
+    compiled: list[list[str]] = []
+
+    def compile_program(program, path: Path, *, weights_inside: bool) -> None:
+        assert weights_inside
+        compiled.append([str(node.target) for node in program.graph.nodes])
+        path.write_bytes(b"code")
+
+    monkeypatch.setattr("colonnade.compress.export.compile_program", compile_program)
+    tokenizer = tiny.tokenizer()
+    config = EIGHT_BITS.replace(vocab_size=tokenizer.vocab_size, moe=MIXTURE, tied=False)
+    model = initialise(Transformer(config), 3).requires_grad_(False)
+    solo = DistributedContext.solo(torch.device("cpu"))
+    api.save(api.Model(model, tokenizer, solo, "m"), tmp_path / "m")
+    run("export", tmp_path / "m", tmp_path / "p", "--prefill", 16, "--pt2e", "static")
+    for targets in compiled:
+        # Two of attention in each block; three of a dense and of a shared network; the output projection.
+        assert targets.count("quantized_decomposed.dequantize_per_channel.default") == 2 * 2 + 3 + 3 + 1
+        assert targets.count("aten.linear.default") > 2 * 2 + 3 + 3 + 1
+    assert len(compiled) == 2
+    assert json.loads((tmp_path / "p" / PACKAGE).read_text())["pt2e"] == "static"
+    assert not load_file(tmp_path / "p" / WEIGHTS)
+
+
+def test_what_pt2e_refuses(monkeypatch, tmp_path) -> None:
+    with pytest.raises(ConfigError, match="not bfloat16; leave --dtype out"):
+        check_pt2e("bfloat16")
+    monkeypatch.setitem(sys.modules, "torchao", None)
+    with pytest.raises(ConfigError, match=r"pip install 'colonnade\[pt2e\]'"):
+        check_pt2e("float32")
+
+
+@PT2E
+@pytest.mark.long
+@pytest.mark.parametrize("how", ["dynamic", "static"])
+def test_a_package_in_8_bits_answers_as_its_graph(how, tmp_path) -> None:
+    """The compiled programs, with their weights inside, give the logits of the graph that was compiled."""
+    pytest.importorskip("torchao")
+    with pytest.raises(ConfigError, match="a text of at least 8 tokens"):
+        export(
+            models.build(EIGHT_BITS, dtype=torch.float32), None, tmp_path / "p", context=48, prefill=8, pt2e="static"
+        )
+    info = export(
+        models.build(EIGHT_BITS, dtype=torch.float32), None, tmp_path / "p", context=48, prefill=8, pt2e=how,
+        texts=calibration(),
+    )  # fmt: skip
+    assert info.pt2e == how
+    package, ids = Package(tmp_path / "p", trust=True), calibration()[2][:13].tolist()
+    prefill, cache = graph_in_8_bits(how, 8)
+    decode, _ = graph_in_8_bits(how, 1)
+    want_V = run_graph(prefill, cache, ids[:8], 0, 7)
+    for i in range(8, 13):
+        want_V = run_graph(decode, cache, ids[i : i + 1], i, 0)
+    torch.testing.assert_close(package.logits(ids), want_V, rtol=1e-4, atol=1e-5)
+    assert package.logits(ids[:5]).isfinite().all()
 
 
 @pytest.mark.long

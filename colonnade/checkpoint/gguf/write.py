@@ -32,6 +32,7 @@ BLOCK = 32
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gpt2": "gpt2"}
 NORMAL, UNUSED = 1, 5
 """ggml's types of ordinary tokens and of rows without a token."""
+FLOAT16_MAX = torch.finfo(torch.float16).max
 ZERO_SCALE = 2.0**-60
 """Scales below are of groups of zeros."""
 FILE_TYPES = {"F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7}
@@ -137,15 +138,22 @@ def _tensors(
         value = dense(name, value)
     found: dict[str, Written] = {}
     for theirs, tensor in mapping.write(value.detach().cpu().float(), config).items():
-        array = tensor.contiguous().numpy()
+        array, half = tensor.contiguous().numpy(), tensor.half()
         if array.ndim == 1 or theirs.startswith("position_embd"):
             found[theirs] = array, "F32"
         elif kind == "Q8_0" and array.shape[1] % BLOCK == 0:
+            if tensor.abs().max() > 127 * FLOAT16_MAX:
+                raise ConfigError(
+                    f"'{name}' has int8 scales beyond float16's {FLOAT16_MAX:.0f}, which GGUF needs; write --format hf "
+                    "or colonnade"
+                )
             found[theirs] = gguf_package().quants.quantize(array, gguf_package().GGMLQuantizationType.Q8_0), "Q8_0"
+        elif half.isfinite().all():
+            found[theirs] = half.contiguous().numpy(), "F16"
         else:
-            if not np.isfinite(half := array.astype(np.float16)).all():
-                raise ConfigError(f"'{name}' has values beyond float16's 65504, which GGUF needs; write --format hf")
-            found[theirs] = half, "F16"
+            raise ConfigError(
+                f"'{name}' has values beyond float16's {FLOAT16_MAX:.0f}, which GGUF needs; write --format hf"
+            )
     return found
 
 
