@@ -77,6 +77,8 @@ STAGES = ("pinned, stages in turn", "pinned, token ids")
 """Steps that compare stages; not drawn."""
 PICTURE = ROOT / "docs" / "assets" / "cpu_ladder.png"
 RECORD = "cpu_ladder"
+CONDITIONS = "\nConditions: "
+"""In a record's notes, between the description of the benchmark and that of the run."""
 WARM_UP_S = 2.0
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", *OPENMP_VARIABLES)
 
@@ -361,16 +363,31 @@ def draw(rows: Sequence[dict[str, Cell]], path: Path) -> None:
 
 
 def join(folders: Sequence[Path], name: str, out: Path) -> None:
-    """Write the record ``name`` with the rows in ``folders``, which one machine measured; notes are those of each."""
+    """Write the record ``name`` with the rows in ``folders``, which one version of the code measured on one machine.
+
+    Each record's conditions are kept; what this file says of the benchmark is not repeated.
+    """
     records = [json.loads((folder / f"{RECORD}.json").read_text()) for folder in folders]
-    if len({json.dumps(record["machine"]) for record in records}) > 1:
-        raise ValueError("the records come from different machines")
+    for key in ("machine", "versions", "commit"):
+        if len({json.dumps(record[key]) for record in records}) > 1:
+            raise ValueError(f"the records differ in {key}")
     rows = [row for record in records for row in record["rows"]]
-    notes = [str(__doc__), *(record["notes"].removeprefix(str(__doc__)).strip() for record in records)]
+    notes = [str(__doc__)]
+    for record in records:
+        services = ", ".join(dict.fromkeys(str(row["service"]) for row in record["rows"]))
+        notes.append(f"{services}: {conditions_of(record['notes'])}")
     commands = " & ".join(record["command"] for record in records)
     joined = {**records[0], "name": name, "command": commands, "notes": "\n".join(notes), "rows": rows}
     joined["headlines"] = [asdict(head) for head in headlines(rows)]
     (out / f"{name}.json").write_text(json.dumps(joined, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def conditions_of(notes: str) -> str:
+    """What the notes of a record say of its run: all that follows CONDITIONS."""
+    _, found, conditions = notes.partition(CONDITIONS)
+    if not found:
+        raise ValueError(f"the notes have no line that begins with {CONDITIONS.strip()}")
+    return conditions
 
 
 def labelled(folder: Path) -> list[dict[str, Cell]]:
@@ -430,8 +447,8 @@ def main(argv: list[str] | None = None) -> None:
         for service in args.services:
             rows += measure(service, settings, args.rounds)
             load = f"load average {os.getloadavg()[1]:.1f} over 5 minutes"
-            notes = f"{__doc__}\n{machine.usable} usable cores; {neighbours}, servers and clients included; {load}"
-            notes += "\nrandom weights" if args.random else ""
+            notes = f"{__doc__}{CONDITIONS}{machine.usable} usable cores; {neighbours}, servers and clients included; {load}"
+            notes += "; random weights" if args.random else ""
             report(args.record, rows, notes, headlines=headlines(rows), folder=args.out)  # kept if it is stopped
     if not args.no_picture:
         draw(rows, args.picture)

@@ -181,8 +181,15 @@ def test_plot_and_headlines(tmp_path: Path):
     assert (head.value, head.peer_value) == (6.0, 2.0)
 
 
-def test_records_of_one_machine_are_joined(tmp_path: Path):
-    for folder, service, cores in (("a", "text", 8), ("b", "chat", 8), ("c", "chat", 2)):
+@pytest.mark.parametrize("described", [cpu_ladder.__doc__, "An older description.\n\n    and its table"])
+def test_records_of_one_machine_are_joined(described: str, tmp_path: Path):
+    """The conditions of each are kept, and the description of the benchmark stands there once, in its present version."""
+    for folder, service, cores, commit in (
+        ("a", "text", 8, "1"),
+        ("b", "chat", 8, "1"),
+        ("c", "chat", 2, "1"),
+        ("d", "chat", 8, "2"),
+    ):
         (tmp_path / folder).mkdir()
         steps = [
             {"service": service, "step": step, "requests_per_s": 2.0, "over_default": 1.0}
@@ -190,18 +197,27 @@ def test_records_of_one_machine_are_joined(tmp_path: Path):
         ]
         record = {
             "machine": {"cores": cores},
+            "versions": {"torch": "2"},
+            "commit": commit,
             "rows": steps,
-            "notes": f"notes of {service}",
+            "notes": f"{described}{cpu_ladder.CONDITIONS}notes of {service}",
             "command": f"run {service}",
         }
         (tmp_path / folder / "cpu_ladder.json").write_text(json.dumps(record))
     cpu_ladder.join([tmp_path / "a", tmp_path / "b"], "cpu_ladder_8", tmp_path)
     joined = json.loads((tmp_path / "cpu_ladder_8.json").read_text())
     assert (joined["name"], joined["command"], len(joined["rows"])) == ("cpu_ladder_8", "run text & run chat", 4)
-    assert "notes of text" in joined["notes"] and "notes of chat" in joined["notes"] and len(joined["headlines"]) == 2
+    assert joined["notes"] == f"{cpu_ladder.__doc__}\ntext: notes of text\nchat: notes of chat"
+    assert len(joined["headlines"]) == 2
     assert {row["service"] for row in cpu_ladder.labelled(tmp_path)} == {"text, 8 cores", "chat, 8 cores"}
-    with pytest.raises(ValueError, match="different machines"):
-        cpu_ladder.join([tmp_path / "a", tmp_path / "c"], "x", tmp_path)
+    for folder, key in (("c", "machine"), ("d", "commit")):
+        with pytest.raises(ValueError, match=f"differ in {key}"):
+            cpu_ladder.join([tmp_path / "a", tmp_path / folder], "x", tmp_path)
+
+
+def test_records_without_conditions_are_not_joined():
+    with pytest.raises(ValueError, match="Conditions:"):
+        cpu_ladder.conditions_of("a record of an older version")
 
 
 @pytest.mark.slow
