@@ -7,7 +7,8 @@
     python benchmarks/cpu_ladder.py --steps default pinned   # some steps only
     python benchmarks/cpu_ladder.py --redraw                 # only draw the records again
     python benchmarks/cpu_ladder.py --join ONE OTHER         # one record of those in two folders, for services that
-                                                             # were measured at the same time on cores of their own
+                                                             # were measured at the same time on cores of their own;
+                                                             # --services chooses some of them
     python benchmarks/cpu_ladder.py --tiny                   # a smoke test: a small image service, no record
 
 Services: ``image``, ResNet-50 on JPEG images at 384 x 384, in plain torch, about the size of the image scoring model in
@@ -77,8 +78,6 @@ STAGES = ("pinned, stages in turn", "pinned, token ids")
 """Steps that compare stages; not drawn."""
 PICTURE = ROOT / "docs" / "assets" / "cpu_ladder.png"
 RECORD = "cpu_ladder"
-CONDITIONS = "\nConditions: "
-"""In a record's notes, between the description of the benchmark and that of the run."""
 WARM_UP_S = 2.0
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", *OPENMP_VARIABLES)
 
@@ -362,32 +361,31 @@ def draw(rows: Sequence[dict[str, Cell]], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def join(folders: Sequence[Path], name: str, out: Path) -> None:
-    """Write the record ``name`` with the rows in ``folders``, which one version of the code measured on one machine.
+def join(folders: Sequence[Path], services: Sequence[str], name: str, out: Path) -> None:
+    """Write the record ``name`` with the rows of ``services`` that are in ``folders``.
 
-    Each record's conditions are kept; what this file says of the benchmark is not repeated.
+    One version of the code must have measured them on one machine. The conditions of each are kept; what this file says
+    of the benchmark stands there once.
     """
     records = [json.loads((folder / f"{RECORD}.json").read_text()) for folder in folders]
     for key in ("machine", "versions", "commit"):
         if len({json.dumps(record[key]) for record in records}) > 1:
             raise ValueError(f"the records differ in {key}")
-    rows = [row for record in records for row in record["rows"]]
-    notes = [str(__doc__)]
+    rows, notes = list[dict[str, Cell]](), [str(__doc__)]
     for record in records:
-        services = ", ".join(dict.fromkeys(str(row["service"]) for row in record["rows"]))
-        notes.append(f"{services}: {conditions_of(record['notes'])}")
+        rows += (chosen := [row for row in record["rows"] if row["service"] in services])
+        notes += conditions(record["notes"], list(dict.fromkeys(str(row["service"]) for row in chosen)))
     commands = " & ".join(record["command"] for record in records)
     joined = {**records[0], "name": name, "command": commands, "notes": "\n".join(notes), "rows": rows}
     joined["headlines"] = [asdict(head) for head in headlines(rows)]
     (out / f"{name}.json").write_text(json.dumps(joined, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def conditions_of(notes: str) -> str:
-    """What the notes of a record say of its run: all that follows CONDITIONS."""
-    _, found, conditions = notes.partition(CONDITIONS)
-    if not found:
-        raise ValueError(f"the notes have no line that begins with {CONDITIONS.strip()}")
-    return conditions
+def conditions(notes: str, services: Sequence[str]) -> list[str]:
+    """Lines that say how ``services`` were measured: what follows the last empty line of a record's notes."""
+    lines = notes.rpartition("\n\n")[2].splitlines()
+    joined = [line for line in lines if line.partition(": ")[0] in services]
+    return joined or [f"{', '.join(services)}: {'; '.join(lines)}"]
 
 
 def labelled(folder: Path) -> list[dict[str, Cell]]:
@@ -420,7 +418,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--tiny", action="store_true", help="small images, short rounds; writes no record")
     args = parser.parse_args(argv)
     if args.join:
-        join(args.join, args.record, args.out)
+        join(args.join, args.services, args.record, args.out)
     if args.redraw or args.join:
         draw(labelled(args.out), args.picture)
         return
@@ -447,7 +445,7 @@ def main(argv: list[str] | None = None) -> None:
         for service in args.services:
             rows += measure(service, settings, args.rounds)
             load = f"load average {os.getloadavg()[1]:.1f} over 5 minutes"
-            notes = f"{__doc__}{CONDITIONS}{machine.usable} usable cores; {neighbours}, servers and clients included; {load}"
+            notes = f"{__doc__}\n{machine.usable} usable cores; {neighbours}, servers and clients included; {load}"
             notes += "; random weights" if args.random else ""
             report(args.record, rows, notes, headlines=headlines(rows), folder=args.out)  # kept if it is stopped
     if not args.no_picture:
