@@ -129,6 +129,7 @@ def main() -> None:
     parser.add_argument("--best", choices=["avx512", "avx2"], help="instruction set; default: that of the machine")
     parser.add_argument("--new", type=int, default=64, help="new tokens per request")
     parser.add_argument("--rounds", type=int, default=5, help="timed rounds")
+    parser.add_argument("--record", help="name of the record; default: decode_cpu_quantised and the instruction set")
     parser.add_argument("--no-report", action="store_true", help="print only; write no result")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -188,7 +189,7 @@ def main() -> None:
     notes = f"Greedy, {args.new} new tokens per request, one thread; medians of {args.rounds} rounds; {neighbours}."
     notes += f" llama.cpp: {llama.llama_print_system_info().decode()}" if llama is not None else ""
     name = "decode_cpu_quantised" if best == "avx512" else f"decode_cpu_quantised_{best}"
-    report(name, rows, notes, headlines=heads)
+    report(args.record or name, rows, notes, headlines=heads)
 
 
 if __name__ == "__main__":
