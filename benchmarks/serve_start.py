@@ -6,9 +6,9 @@
 
 ``start_s`` is the time from the command to the line with the address. Memory and CPU time are those of the HTTP process
 and of the engines' processes after one request of 8 tokens: resident memory of the largest engine, proportional memory
-(pages that processes share are divided among them) and CPU time of all engines. ``import_torch_s`` is what a process that
-only imports torch takes just before: about 2 s on an idle machine, so it shows how busy this one was. Medians of the
-rounds; ``least_start_s`` is the shortest start.
+(pages that processes share are divided among them) and CPU time of all engines. ``import_torch_s`` is the time of a
+process that only imports torch, just before: about 2 s on an idle machine, so it shows how busy this one was. Medians
+of the rounds; ``least_start_s`` is the shortest start.
 
 Weights in int8 and int4 are packed into a file once (``colonnade.checkpoint.packed_weights``): ``first start`` has no
 file yet, and writes it. Compiled kernels exist before the first round.
