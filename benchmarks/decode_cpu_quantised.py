@@ -127,6 +127,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--llama_cpp", type=Path, help="folder of site-packages that has llama_cpp")
     parser.add_argument("--best", choices=["avx512", "avx2"], help="instruction set; default: that of the machine")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of activations and cache")
     parser.add_argument("--new", type=int, default=64, help="new tokens per request")
     parser.add_argument("--rounds", type=int, default=5, help="timed rounds")
     parser.add_argument("--record", help="name of the record; default: decode_cpu_quantised and the instruction set")
@@ -145,7 +146,7 @@ def main() -> None:
         llama.llama_log_set(quiet, ctypes.c_void_p(0))
         llama.llama_backend_init()
     models = {
-        kind: colonnade.load("smollm2", dtype="float32", device="cpu", weights=kind, weight_group=32)
+        kind: colonnade.load("smollm2", dtype=args.dtype, device="cpu", weights=kind, weight_group=32)
         for kind in ("int8", "int4")
     }
     neighbours, rows = Neighbours(), list[dict[str, Cell]]()
@@ -186,7 +187,7 @@ def main() -> None:
         )
         for (batch, prompt), rates in by_case.items()
     ]
-    notes = f"Greedy, {args.new} new tokens per request, one thread; medians of {args.rounds} rounds; {neighbours}."
+    notes = f"Greedy, {args.new} new tokens per request, one thread, {args.dtype} activations and cache; medians of {args.rounds} rounds; {neighbours}."
     notes += f" llama.cpp: {llama.llama_print_system_info().decode()}" if llama is not None else ""
     name = "decode_cpu_quantised" if best == "avx512" else f"decode_cpu_quantised_{best}"
     report(args.record or name, rows, notes, headlines=heads)
