@@ -187,7 +187,8 @@ def main() -> None:
         )
         for (batch, prompt), rates in by_case.items()
     ]
-    notes = f"Greedy, {args.new} new tokens per request, one thread, {args.dtype} activations and cache; medians of {args.rounds} rounds; {neighbours}."
+    notes = f"Greedy, {args.new} new tokens per request, one thread, {args.dtype} activations and cache;"
+    notes += f" medians of {args.rounds} rounds; {neighbours}."
     notes += f" llama.cpp: {llama.llama_print_system_info().decode()}" if llama is not None else ""
     name = "decode_cpu_quantised" if best == "avx512" else f"decode_cpu_quantised_{best}"
     report(args.record or name, rows, notes, headlines=heads)
