@@ -7,7 +7,8 @@
     python benchmarks/cpu_ladder.py --steps default pinned   # some steps only
     python benchmarks/cpu_ladder.py --redraw                 # only draw the records again
     python benchmarks/cpu_ladder.py --join ONE OTHER         # one record of those in two folders, for services that
-                                                             # were measured at the same time on cores of their own
+                                                             # were measured at the same time on cores of their own;
+                                                             # --services chooses some of them
     python benchmarks/cpu_ladder.py --tiny                   # a smoke test: a small image service, no record
 
 Services: ``image``, ResNet-50 on JPEG images at 384 x 384, in plain torch, about the size of the image scoring model in
@@ -360,17 +361,31 @@ def draw(rows: Sequence[dict[str, Cell]], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def join(folders: Sequence[Path], name: str, out: Path) -> None:
-    """Write the record ``name`` with the rows in ``folders``, which one machine measured; notes are those of each."""
+def join(folders: Sequence[Path], services: Sequence[str], name: str, out: Path) -> None:
+    """Write the record ``name`` with the rows of ``services`` that are in ``folders``.
+
+    One version of the code must have measured them on one machine. The conditions of each are kept; what this file says
+    of the benchmark stands there once.
+    """
     records = [json.loads((folder / f"{RECORD}.json").read_text()) for folder in folders]
-    if len({json.dumps(record["machine"]) for record in records}) > 1:
-        raise ValueError("the records come from different machines")
-    rows = [row for record in records for row in record["rows"]]
-    notes = [str(__doc__), *(record["notes"].removeprefix(str(__doc__)).strip() for record in records)]
+    for key in ("machine", "versions", "commit"):
+        if len({json.dumps(record[key]) for record in records}) > 1:
+            raise ValueError(f"the records differ in {key}")
+    rows, notes = list[dict[str, Cell]](), [str(__doc__)]
+    for record in records:
+        rows += (chosen := [row for row in record["rows"] if row["service"] in services])
+        notes += conditions(record["notes"], list(dict.fromkeys(str(row["service"]) for row in chosen)))
     commands = " & ".join(record["command"] for record in records)
     joined = {**records[0], "name": name, "command": commands, "notes": "\n".join(notes), "rows": rows}
     joined["headlines"] = [asdict(head) for head in headlines(rows)]
     (out / f"{name}.json").write_text(json.dumps(joined, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def conditions(notes: str, services: Sequence[str]) -> list[str]:
+    """Lines that say how ``services`` were measured: what follows the last empty line of a record's notes."""
+    lines = notes.rpartition("\n\n")[2].splitlines()
+    joined = [line for line in lines if line.partition(": ")[0] in services]
+    return joined or [f"{', '.join(services)}: {'; '.join(lines)}"]
 
 
 def labelled(folder: Path) -> list[dict[str, Cell]]:
@@ -403,7 +418,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--tiny", action="store_true", help="small images, short rounds; writes no record")
     args = parser.parse_args(argv)
     if args.join:
-        join(args.join, args.record, args.out)
+        join(args.join, args.services, args.record, args.out)
     if args.redraw or args.join:
         draw(labelled(args.out), args.picture)
         return
@@ -431,7 +446,7 @@ def main(argv: list[str] | None = None) -> None:
             rows += measure(service, settings, args.rounds)
             load = f"load average {os.getloadavg()[1]:.1f} over 5 minutes"
             notes = f"{__doc__}\n{machine.usable} usable cores; {neighbours}, servers and clients included; {load}"
-            notes += "\nrandom weights" if args.random else ""
+            notes += "; random weights" if args.random else ""
             report(args.record, rows, notes, headlines=headlines(rows), folder=args.out)  # kept if it is stopped
     if not args.no_picture:
         draw(rows, args.picture)

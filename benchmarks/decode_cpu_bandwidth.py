@@ -4,10 +4,12 @@
     python benchmarks/decode_cpu_bandwidth.py --models llama-3.2-1b --weights int8 int4 --seconds 3
     python benchmarks/decode_cpu_bandwidth.py --tiny                              # a toy: a smoke test, no record
 
-Weights are random (the time does not depend on them): one matrix of each shape is drawn and quantised, and copied for
-each layer, so that no two layers share memory. The bound of a step is (weights that it reads + keys and values) / read
-bandwidth; bandwidth is that of the fastest of torch's reductions on the same threads, measured before each model.
-Steps are those of the engine, greedy, with contexts of 16 to 256 tokens.
+Weights are random (the time does not depend on them): a part of a matrix of each shape is drawn and quantised, and
+copied for each layer, so that no two layers share memory. The bound of a step is (weights that it reads + keys and
+values) / read bandwidth. Bandwidth is that of the fastest of torch's reductions of 2 GB (more than the caches) on the
+same threads. It changes from second to second where other machines use the same memory, so it is measured before and
+after the steps of each round; the share is the median of the rounds' shares of the mean of the two. Steps are those of
+the engine, greedy, with contexts of 16 to 256 tokens.
 """
 
 import argparse
@@ -18,13 +20,14 @@ import torch
 from torch import Tensor
 
 from colonnade import api
-from colonnade.bench.ceilings import BUFFER_BYTES, read_bandwidth
-from colonnade.bench.roofline import PROMPT_TOKENS, read_bytes, step_seconds
+from colonnade.bench.ceilings import read_bandwidth
+from colonnade.bench.roofline import PROMPT_TOKENS, WeightKind, read_bytes, step_seconds
 from colonnade.config import ModelConfig, ServeConfig
 from colonnade.config.presets import preset
-from colonnade.kernels.linear.quantise import Quantised
+from colonnade.kernels.cpu.huge_pages import Arena, arena_bytes
+from colonnade.kernels.linear.quantise import BLOCK, Kind, Quantised, can_block, quantise, to_blocks
 from colonnade.model import KVCache, Transformer
-from colonnade.model.weight_only_quant import build, stored_quantised
+from colonnade.model.weight_only_quant import build, kind_of
 from colonnade.parallel.axis import Axes
 from colonnade.parallel.distributed_context import DistributedContext
 from decode_model import TINY
@@ -36,6 +39,10 @@ from harness.rows import figures, line
 KINDS = ("bfloat16", "int8", "int4")
 GROUP = 32
 PAGE = 16
+DRAWN = 1024
+"""Outputs of a matrix that are drawn."""
+BUFFER_BYTES = 1 << 31
+BANDWIDTH_S = 0.5
 CPU = torch.device("cpu")
 
 
@@ -47,7 +54,7 @@ def filled(weight: Tensor, block: Tensor) -> None:
     flat[whole:].copy_(block[: len(flat) - whole])
 
 
-def random_model(config: ModelConfig, kind: str) -> Transformer:
+def random_model(config: ModelConfig, kind: WeightKind) -> Transformer:
     """A model with random weights in ``kind``."""
     block = torch.empty(1 << 20, dtype=torch.bfloat16).normal_(std=0.02)
     if kind == "bfloat16":
@@ -56,42 +63,74 @@ def random_model(config: ModelConfig, kind: str) -> Transformer:
             for weight in model.parameters():
                 filled(weight, block)
         return model.eval().requires_grad_(False)
-    model, store = build(config, Axes(), device=CPU, dtype=torch.bfloat16, kind=kind, group=GROUP)  # type: ignore[arg-type]
-    drawn: dict[tuple[int, ...], Quantised] = {}
+    model, store = build(config, Axes(), device=CPU, dtype=torch.bfloat16, kind=kind, group=GROUP)
+    drawn: dict[str, Quantised] = {}
+    parameters = dict(model.named_parameters())
+    for name, weight in parameters.items():
+        if weight.is_meta:
+            known = (x for x in drawn.values() if (x.outputs, x.inputs, x.kind) == (*weight.shape, kind_of(name, kind)))
+            drawn[name] = next(known, None) or random_quantised(
+                weight.shape[0], weight.shape[1], kind_of(name, kind), block
+            )
+    arena = Arena(arena_bytes([x for each in drawn.values() for x in (each.values, each.scales)]))
     with torch.no_grad():
-        for name, weight in [*model.named_parameters()]:
-            if known := drawn.get(weight.shape):
-                copy = known._replace(values=known.values.clone(), scales=known.scales.clone())
-                store(name, weight, copy)
-                continue
-            value = torch.empty(weight.shape, dtype=torch.bfloat16)
-            filled(value, block)
-            store(name, weight, value)
-            if new := stored_quantised(model).get(name):
-                if name not in ("unembed.weight", "embed.tokens.weight"):  # in int8, also where the blocks are in int4
-                    drawn[tuple(weight.shape)] = new
+        for name, weight in parameters.items():
+            if (each := drawn.get(name)) is None:
+                filled(weight, block)
+            else:
+                store(name, weight, each._replace(values=arena.copy(each.values), scales=arena.copy(each.scales)))
     return model.eval().requires_grad_(False)
 
 
-def measure(name: str, config: ModelConfig, kind: str, seconds: float, bandwidth: float) -> dict[str, Cell]:
+def random_quantised(outputs: int, inputs: int, kind: Kind, block: Tensor) -> Quantised:
+    """A random matrix, in blocks if that is possible; the first outputs are repeated."""
+    rows = torch.empty(min(outputs, DRAWN), inputs, dtype=torch.bfloat16)
+    filled(rows, block)
+    weight = quantise(rows, kind, GROUP)
+    if not can_block(weight) or outputs % BLOCK:
+        filled(rows := torch.empty(outputs, inputs, dtype=torch.bfloat16), block)
+        return quantise(rows, kind, GROUP)
+    weight = to_blocks(weight)
+    values = torch.empty(outputs, *weight.values.shape[1:], dtype=weight.values.dtype)
+    scales = torch.empty(outputs, *weight.scales.shape[1:], dtype=weight.scales.dtype)
+    filled(values, weight.values.view(-1))
+    filled(scales, weight.scales.view(-1))
+    return weight._replace(values=values, scales=scales)
+
+
+def measure(
+    name: str, config: ModelConfig, kind: WeightKind, seconds: float, rounds: int, buffer_bytes: int
+) -> dict[str, Cell]:
     """A row for one model and format."""
     transformer = random_model(config, kind)
     model = api.Model(transformer, words(config.vocab_size), DistributedContext.solo(), name)
     pages = -(-(PROMPT_TOKENS + 240) // PAGE) + 1
-    steps = step_seconds(model, ServeConfig(max_requests=1, page_tokens=PAGE, pages=pages), seconds)
     keys = KVCache.bytes_per_page(config, transformer.axes, 1, torch.bfloat16)
-    size = read_bytes(transformer, 1) + (PROMPT_TOKENS + len(steps) / 2) * keys
-    step_s = statistics.median(steps)
+    bandwidths = [read_bandwidth("cpu", buffer_bytes, BANDWIDTH_S)]
+    steps, rates, shares = list[float](), list[float](), list[float]()
+    for _ in range(rounds):
+        own = step_seconds(model, ServeConfig(max_requests=1, page_tokens=PAGE, pages=pages), seconds / rounds)
+        size = read_bytes(transformer, 1) + (PROMPT_TOKENS + len(own) / 2) * keys
+        bandwidths.append(read_bandwidth("cpu", buffer_bytes, BANDWIDTH_S))
+        steps += own
+        rates.append(size / statistics.median(own))
+        shares.append(rates[-1] / statistics.mean(bandwidths[-2:]))
+    size = read_bytes(transformer, 1) + (PROMPT_TOKENS + len(steps) / rounds / 2) * keys
+    bandwidth = statistics.median(bandwidths)
     row: dict[str, Cell] = {
         "model": name,
         "weights": kind,
         "threads": torch.get_num_threads(),
         "mb_per_token": figures(size / 1e6),
-        "tokens_per_s": figures(1 / step_s),
+        "tokens_per_s": figures(1 / statistics.median(steps)),
         "bound_tokens_per_s": figures(bandwidth / size),
-        "read_gb_per_s": figures(size / step_s / 1e9),
+        "read_gb_per_s": figures(statistics.median(rates) / 1e9),
         "bandwidth_gb_per_s": figures(bandwidth / 1e9),
-        "of_bound": figures(size / step_s / bandwidth, 3),
+        "least_bandwidth_gb_per_s": figures(min(bandwidths) / 1e9),
+        "most_bandwidth_gb_per_s": figures(max(bandwidths) / 1e9),
+        "of_bound": figures(statistics.median(shares), 3),
+        "least_of_bound": figures(min(shares), 3),
+        "most_of_bound": figures(max(shares), 3),
         "steps": len(steps),
     }
     print(line(row), flush=True)
@@ -103,25 +142,26 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--models", nargs="+", default=["llama-3.2-1b", "llama-3-8b"])
     parser.add_argument("--weights", nargs="+", choices=KINDS, default=KINDS)
     parser.add_argument("--seconds", type=float, default=5, help="of decoding, for each model and format")
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the JSON file")
     parser.add_argument("--tiny", action="store_true", help="a toy model; writes no record")
     args = parser.parse_args(argv)
     neighbours, rows = Neighbours(), list[dict[str, Cell]]()
     if args.tiny:
         for kind in args.weights:
-            measure("tiny", TINY.replace(context=512), kind, 0.2, read_bandwidth("cpu", 1 << 24, 0.2))
+            measure("tiny", TINY.replace(context=512), kind, 0.2, 1, 1 << 24)
         return
     for name in args.models:
         config = preset(name).replace(context=512)
-        bandwidth = read_bandwidth("cpu", BUFFER_BYTES["cpu"], 2)
-        rows += [measure(name, config, kind, args.seconds, bandwidth) for kind in args.weights]
-        heads = [
-            Headline(f"Decoding {row['model']} in {row['weights']} on a CPU, share of the read bandwidth",
-                     float(row["of_bound"] or 0), "", "", None)
-            for row in rows
-        ]  # fmt: skip
-        report("decode_cpu_bandwidth", rows, f"{__doc__}\n{neighbours}, this one included", headlines=heads,
-               folder=args.out)  # fmt: skip
+        for kind in args.weights:
+            rows.append(measure(name, config, kind, args.seconds, args.rounds, BUFFER_BYTES))
+            heads = [
+                Headline(f"Decoding {row['model']} in {row['weights']} on a CPU, share of the read bandwidth",
+                         float(row["of_bound"] or 0), "", "", None)
+                for row in rows
+            ]  # fmt: skip
+            notes = f"{__doc__}\nmedians of {args.rounds} rounds; {neighbours}, this one included"
+            report("decode_cpu_bandwidth", rows, notes, headlines=heads, folder=args.out)  # kept if it is stopped
 
 
 if __name__ == "__main__":

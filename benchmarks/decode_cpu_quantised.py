@@ -1,11 +1,13 @@
 """Decoding speed of SmolLM2-135M with quantised weights on a CPU against llama.cpp.
 
     python benchmarks/decode_cpu_quantised.py [--llama_cpp FOLDER]
+    python benchmarks/decode_cpu_quantised.py --best avx2 --llama_cpp FOLDER   # as on a processor without AVX-512
 
 Ours runs through the real engine, in int8 and int4 (groups of 32), with the C++ kernels of each instruction set of the
 machine. llama.cpp runs the same weights as Q4_0 through llama-cpp-python's C interface, without a tokenizer, with
 argmax by numpy; it must be built from source on this machine, which lets its compiler use all instruction sets
-(``pip install --no-binary llama-cpp-python llama-cpp-python`` in an environment of its own; ``--llama_cpp`` names it).
+(``pip install --no-binary llama-cpp-python llama-cpp-python`` in an environment of its own; ``--llama_cpp`` names it;
+with ``--best avx2`` it must be built for AVX2 too: ``-DGGML_NATIVE=OFF -DGGML_AVX512=OFF``).
 Both get one thread and take turns. The rate is tokens after the first per second of CPU time, since other processes
 may use the cores; ratios are medians of the per-round ratios.
 """
@@ -124,12 +126,15 @@ def to_q4_0(llama: Any, folder: Path) -> Path:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--llama_cpp", type=Path, help="folder of site-packages that has llama_cpp")
+    parser.add_argument("--best", choices=["avx512", "avx2"], help="instruction set; default: that of the machine")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of activations and cache")
     parser.add_argument("--new", type=int, default=64, help="new tokens per request")
     parser.add_argument("--rounds", type=int, default=5, help="timed rounds")
+    parser.add_argument("--record", help="name of the record; default: decode_cpu_quantised and the instruction set")
     parser.add_argument("--no-report", action="store_true", help="print only; write no result")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    best = library.best_instruction_set(Path("/proc/cpuinfo"))
+    best = args.best or library.best_instruction_set(Path("/proc/cpuinfo"))
     names = list(library.INSTRUCTION_SETS)
     instruction_sets = [name for name in names[names.index(best) :] if name != "portable"]
     llama = None
@@ -141,7 +146,7 @@ def main() -> None:
         llama.llama_log_set(quiet, ctypes.c_void_p(0))
         llama.llama_backend_init()
     models = {
-        kind: colonnade.load("smollm2", dtype="float32", device="cpu", weights=kind, weight_group=32)
+        kind: colonnade.load("smollm2", dtype=args.dtype, device="cpu", weights=kind, weight_group=32)
         for kind in ("int8", "int4")
     }
     neighbours, rows = Neighbours(), list[dict[str, Cell]]()
@@ -182,9 +187,11 @@ def main() -> None:
         )
         for (batch, prompt), rates in by_case.items()
     ]
-    notes = f"Greedy, {args.new} new tokens per request, one thread; medians of {args.rounds} rounds; {neighbours}."
+    notes = f"Greedy, {args.new} new tokens per request, one thread, {args.dtype} activations and cache;"
+    notes += f" medians of {args.rounds} rounds; {neighbours}."
+    notes += f" llama.cpp: {llama.llama_print_system_info().decode()}" if llama is not None else ""
     name = "decode_cpu_quantised" if best == "avx512" else f"decode_cpu_quantised_{best}"
-    report(name, rows, notes, headlines=heads)
+    report(args.record or name, rows, notes, headlines=heads)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,9 @@
 
 ``start_s`` is the time from the command to the line with the address. Memory and CPU time are those of the HTTP process
 and of the engines' processes after one request of 8 tokens: resident memory of the largest engine, proportional memory
-(pages that processes share are divided among them) and CPU time of all engines. Medians of the rounds.
+(pages that processes share are divided among them) and CPU time of all engines. ``import_torch_s`` is the time of a
+process that only imports torch, just before: about 2 s on an idle machine, so it shows how busy this one was. Medians
+of the rounds; ``least_start_s`` is the shortest start.
 
 Weights in int8 and int4 are packed into a file once (``colonnade.checkpoint.packed_weights``): ``first start`` has no
 file yet, and writes it. Compiled kernels exist before the first round.
@@ -17,6 +19,8 @@ import json
 import os
 import shutil
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 import urllib.request
@@ -37,6 +41,8 @@ def started(root: Path, weights: str, replicas: int, home: Path, *, first: bool)
     if first:
         shutil.rmtree(home / ".cache" / "colonnade" / "weights", ignore_errors=True)
     began = time.perf_counter()
+    subprocess.run([sys.executable, "-c", "import torch"], check=True)
+    import_torch_s, began = time.perf_counter() - began, time.perf_counter()
     flags = ("--serve.weights", weights, "--serve.replicas", str(replicas))
     with served("smollm2", *flags, root=root, HOME=str(home)) as (url, pid):
         start_s = time.perf_counter() - began
@@ -48,6 +54,7 @@ def started(root: Path, weights: str, replicas: int, home: Path, *, first: bool)
         assert len(engines) == replicas, engines
         return {
             "start_s": start_s,
+            "import_torch_s": import_torch_s,
             "http_rss_mb": rss_mb(pid),
             "http_cpu_s": cpu_s(pid),
             "engine_rss_mb": max(map(rss_mb, engines)),
@@ -98,7 +105,8 @@ def measure(
             results = turns(runs, rounds, warm_up=1 if rounds > 2 else 0)
             for who, each in results.items():
                 medians = {key: figures(statistics.median(one[key] for one in each)) for key in each[0]}
-                rows.append({"who": who, "weights": weights, "replicas": replicas, **medians})
+                least = figures(min(one["start_s"] for one in each))
+                rows.append({"who": who, "weights": weights, "replicas": replicas, **medians, "least_start_s": least})
                 print(line(rows[-1]), flush=True)
             if replicas > 1:
                 continue

@@ -1,4 +1,4 @@
-// Both phases of paged attention on three threads, under ThreadSanitizer (tests/unit/test_cpu_library.py).
+// Both phases of paged attention, and queues, on three threads, under ThreadSanitizer (tests/unit/test_cpu_library.py).
 //
 // With an argument there is no barrier between the phases, which the sanitizer must report.
 // The pool, the barrier and the division of work are those of all kernels; this file compiles in a second, and
@@ -21,6 +21,36 @@ void run(const void* argument, int thread, int threads, Barrier& barrier) {
     }
 }
 
+struct Taken {
+    std::vector<int>* times;
+    int64_t step, piece;
+};
+
+// Takes all items twice: the barrier empties the queue's counter.
+void take(const void* argument, int thread, int threads, Barrier& barrier) {
+    const Taken& taken = *static_cast<const Taken*>(argument);
+    for (int i = 0; i < 2; i++) {
+        Queue queue(int64_t(taken.times->size()), taken.step, taken.piece, thread, threads, &barrier.taken());
+        for (Share part; queue.next(part);)
+            for (int64_t j = part.begin; j < part.end; j++) (*taken.times)[size_t(j)]++;
+        barrier.wait(threads);
+    }
+}
+
+bool queues_are_whole() {
+    for (int64_t count : {1, 5, 32, 61, 200}) {
+        for (int64_t step : {1, 4, 16}) {
+            std::vector<int> times(size_t(count), 0);
+            const Taken taken{&times, step, 2 * step};
+            pool().run({take, &taken, 3});
+            for (int each : times) {
+                if (each != 2) return false;
+            }
+        }
+    }
+    return true;
+}
+
 }  // namespace
 
 int main(int count, char**) {
@@ -37,6 +67,7 @@ int main(int count, char**) {
     for (float value : out) {
         if (with_barrier && (value < 0.249f || value > 0.251f)) return 1;
     }
+    if (with_barrier && !queues_are_whole()) return 1;
     std::printf("done\n");
     return 0;
 }

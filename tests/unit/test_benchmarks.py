@@ -17,6 +17,7 @@ import bubble
 import compress as compress_benchmark
 import context
 import cost_growth
+import decode_cpu_bandwidth
 import decode_model
 import engine
 import expert_compression
@@ -199,6 +200,7 @@ def test_flash_decoding_benchmark(tmp_path: Path) -> None:
 TINY_RUNS = [
     (attention, ["--tiny"]),
     (context, ["--tiny", "--worlds", "1"]),
+    (decode_cpu_bandwidth, ["--tiny", "--weights", "bfloat16", "int4"]),
     (flash_decoding, ["--tiny"]),
     (flash_decoding, ["--tiny", "--chunks"]),
     (flash_decoding, ["--tiny", "--latents"]),

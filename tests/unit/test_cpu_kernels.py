@@ -132,6 +132,22 @@ def test_a_row_does_not_depend_on_other_rows_or_threads(native: str, format: str
             assert torch.equal(part, together[t : t + size])
 
 
+@pytest.mark.parametrize(("format", "group"), FORMATS)
+def test_pieces_of_large_weights_do_not_change_bits(native: str, format: str, group: int, threads: None) -> None:
+    """Threads take pieces of a large weight as they get to them; whoever computes an output, its bits are the same."""
+    T, D = 7, 1032
+    x, gain = rows(T, D), NormWeights(rows(D, seed=3), 1e-5)
+    for F in (1616, 1610):  # in blocks and by row
+        w, gate = (weight_of(format, group, F, D, x.dtype, seed) for seed in (1, 2))
+        torch.set_num_threads(1)
+        together = kernels.fused_linear(x, w, norm=gain, gate=Gate(gate, None, "silu"))
+        for count in (2, 3, 5):
+            torch.set_num_threads(count)
+            for size in (1, T):
+                part = kernels.fused_linear(x[:size], w, norm=gain, gate=Gate(gate, None, "silu"))
+                assert torch.equal(part, together[:size])
+
+
 @pytest.mark.parametrize(("format", "group"), FORMATS[1:])
 def test_blocks_are_the_same_weights_and_rows_come_back(format: str, group: int) -> None:
     for D in (64, 76, 300):

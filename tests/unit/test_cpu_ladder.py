@@ -181,8 +181,15 @@ def test_plot_and_headlines(tmp_path: Path):
     assert (head.value, head.peer_value) == (6.0, 2.0)
 
 
-def test_records_of_one_machine_are_joined(tmp_path: Path):
-    for folder, service, cores in (("a", "text", 8), ("b", "chat", 8), ("c", "chat", 2)):
+@pytest.mark.parametrize("described", [cpu_ladder.__doc__, "An older description.\n\n    and its table\n"])
+def test_records_of_one_machine_are_joined(described: str, tmp_path: Path):
+    """The conditions of each are kept; the description of the benchmark stands there once, as it is now."""
+    for folder, service, cores, commit in (
+        ("a", "text", 8, "1"),
+        ("b", "chat", 8, "1"),
+        ("c", "chat", 2, "1"),
+        ("d", "chat", 8, "2"),
+    ):
         (tmp_path / folder).mkdir()
         steps = [
             {"service": service, "step": step, "requests_per_s": 2.0, "over_default": 1.0}
@@ -190,18 +197,33 @@ def test_records_of_one_machine_are_joined(tmp_path: Path):
         ]
         record = {
             "machine": {"cores": cores},
+            "versions": {"torch": "2"},
+            "commit": commit,
             "rows": steps,
-            "notes": f"notes of {service}",
+            "notes": f"{described}\nnotes of {service}",
             "command": f"run {service}",
         }
         (tmp_path / folder / "cpu_ladder.json").write_text(json.dumps(record))
-    cpu_ladder.join([tmp_path / "a", tmp_path / "b"], "cpu_ladder_8", tmp_path)
+    services = ("text", "chat")
+    cpu_ladder.join([tmp_path / "a", tmp_path / "b"], services, "cpu_ladder_8", tmp_path)
     joined = json.loads((tmp_path / "cpu_ladder_8.json").read_text())
     assert (joined["name"], joined["command"], len(joined["rows"])) == ("cpu_ladder_8", "run text & run chat", 4)
-    assert "notes of text" in joined["notes"] and "notes of chat" in joined["notes"] and len(joined["headlines"]) == 2
+    assert joined["notes"] == f"{cpu_ladder.__doc__}\ntext: notes of text\nchat: notes of chat"
+    assert len(joined["headlines"]) == 2
     assert {row["service"] for row in cpu_ladder.labelled(tmp_path)} == {"text, 8 cores", "chat, 8 cores"}
-    with pytest.raises(ValueError, match="different machines"):
-        cpu_ladder.join([tmp_path / "a", tmp_path / "c"], "x", tmp_path)
+    for folder, key in (("c", "machine"), ("d", "commit")):
+        with pytest.raises(ValueError, match=f"differ in {key}"):
+            cpu_ladder.join([tmp_path / "a", tmp_path / folder], services, "x", tmp_path)
+
+
+def test_services_of_a_joined_record_are_chosen(tmp_path: Path):
+    rows = [{"service": service, "step": "pinned", "requests_per_s": 2.0} for service in ("image", "chat")]
+    record = {"machine": {}, "versions": {}, "commit": "1", "command": "run", "rows": rows}
+    record["notes"] = "A description.\n\nimage: at a load of 4\nchat: at a load of 5\nLeft out: a row"
+    (tmp_path / "cpu_ladder.json").write_text(json.dumps(record))
+    cpu_ladder.join([tmp_path], ["chat"], "chat", tmp_path)
+    chosen = json.loads((tmp_path / "chat.json").read_text())
+    assert chosen["rows"] == rows[1:] and chosen["notes"] == f"{cpu_ladder.__doc__}\nchat: at a load of 5"
 
 
 @pytest.mark.slow

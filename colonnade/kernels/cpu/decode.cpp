@@ -53,10 +53,11 @@ struct Step {
     std::atomic<int64_t>* error;
 };
 
-template <typename K>
-void run_kernel(const void* arguments, int phase, int thread, int threads, std::atomic<int64_t>& error) {
+template <typename K, typename... More>
+void run_kernel(
+    const void* arguments, int phase, int thread, int threads, std::atomic<int64_t>& error, More... more) {
     try {
-        static_cast<const K*>(arguments)->run(phase, thread, threads, error);
+        static_cast<const K*>(arguments)->run(phase, thread, threads, error, more...);
     } catch (const std::bad_alloc&) {
         error.store(NO_MEMORY);
     }
@@ -64,13 +65,14 @@ void run_kernel(const void* arguments, int phase, int thread, int threads, std::
 
 void run_step(const void* argument, int thread, int threads, Barrier& barrier) {
     const Step& step = *static_cast<const Step*>(argument);
+    std::atomic<int64_t>* const taken = &barrier.taken();
     for (int64_t i = 0; i < step.count; i++) {
         const Call& call = step.calls[i];
         const int phases = call.kernel == ATTENTION ? Attention::PHASES : call.kernel == EXPERTS ? Experts::PHASES : 1;
         for (int phase = 0; phase < phases; phase++) {
             const void* a = call.arguments;
             switch (call.kernel) {
-                case LINEAR: run_kernel<Linear>(a, phase, thread, threads, *step.error); break;
+                case LINEAR: run_kernel<Linear>(a, phase, thread, threads, *step.error, taken); break;
                 case EMBEDDING: run_kernel<Embedding>(a, phase, thread, threads, *step.error); break;
                 case NORM: run_kernel<Norm>(a, phase, thread, threads, *step.error); break;
                 case ROTATION: run_kernel<Rotation>(a, phase, thread, threads, *step.error); break;
@@ -81,7 +83,7 @@ void run_step(const void* argument, int thread, int threads, Barrier& barrier) {
                 case LATENT_VALUES: run_kernel<LatentValues>(a, phase, thread, threads, *step.error); break;
             }
             if (i + 1 < step.count && step.calls[i + 1].kernel == LINEAR) {
-                static_cast<const Linear*>(step.calls[i + 1].arguments)->announce(thread, threads);
+                static_cast<const Linear*>(step.calls[i + 1].arguments)->announce(thread, threads, taken);
             }
             barrier.wait(threads);
         }

@@ -16,7 +16,8 @@
 
 namespace {
 
-constexpr int64_t PANEL = 64;  // rows of x that are prepared at once
+constexpr int64_t PANEL = 64;            // rows of x that are prepared at once
+constexpr int64_t PIECE_BYTES = 1 << 16;  // of a large weight that a thread takes at once
 
 // y = W x̂ + b (+ residual), or y = act(G x̂ + c) ⊙ (W x̂ + b), or y = act(W x̂ + b); x̂ is x or norm(x).
 struct Linear {
@@ -28,21 +29,32 @@ struct Linear {
     int64_t rows, x_stride, dtype, activation;
 
     // Few rows are cut by outputs, and each thread prepares all of them for itself, which costs less than waiting for
-    // another thread. Many rows are cut by rows.
-    void run(int, int thread, int threads, std::atomic<int64_t>&) const {
-        const bool by_rows = rows >= 32 * threads;
-        const Share outputs = by_rows ? Share{0, weight.outputs} : share(weight.outputs, step(), thread, threads);
+    // another thread. Many rows are cut by rows. `taken` is the counter of a Queue; it must be 0 at first.
+    void run(int, int thread, int threads, std::atomic<int64_t>&, std::atomic<int64_t>* taken = nullptr) const {
+        const bool by_rows = cut_by_rows(threads);
         const Share mine = by_rows ? share(rows, 4, thread, threads) : Share{0, rows};
-        if (outputs.begin == outputs.end) return;
         for (int64_t t = mine.begin; t < mine.end; t += PANEL) {
             const Share part{t, t + PANEL < mine.end ? t + PANEL : mine.end};
+            Queue outputs = by_rows ? Queue(weight.outputs, step(), 0, 0, 1, nullptr) : queue(thread, threads, taken);
+            if (outputs.empty()) continue;
             if (weight.kind >= INT8_BLOCKS) block_panel(part, outputs);
             else panel(part, outputs);
         }
     }
 
+    bool cut_by_rows(int threads) const { return rows >= 32 * threads; }
+
     // Each thread's share of the outputs is a multiple of this.
     int64_t step() const { return weight.kind >= INT8_BLOCKS ? BLOCK : 4; }
+
+    // The outputs, cut by threads. Those of large weights are taken in pieces of about PIECE_BYTES.
+    Queue queue(int thread, int threads, std::atomic<int64_t>* taken) const {
+        const int64_t bytes = row_bytes(weight, Dtype(dtype)) * (gate.values == nullptr ? 1 : 2);
+        const bool large = threads > 1 && rows <= PANEL && weight.outputs * bytes >= 4 * PIECE_BYTES * threads;
+        const int64_t steps = PIECE_BYTES / (bytes * step()), most = BAND / step();
+        const int64_t piece = (steps < 1 ? 1 : steps > most ? most : steps) * step();
+        return Queue(weight.outputs, step(), piece, thread, threads, large ? taken : nullptr);
+    }
 
     // Row t of x after the norm, in float32, with zeros up to `padded`.
     void prepare(int64_t t, int64_t padded, float* row) const {
@@ -51,7 +63,7 @@ struct Linear {
         if (norm.weight != nullptr) apply_norm(row, weight.inputs, norm, Dtype(dtype));
     }
 
-    void block_panel(Share part, Share outputs) const {
+    void block_panel(Share part, Queue& outputs) const {
         const bool int8 = weight.kind == INT8_BLOCKS;
         const int64_t group = int8 ? X_GROUP : weight.group, count = part.end - part.begin;
         const int64_t groups = ceil_div(weight.inputs, group), stride = groups * group;
@@ -73,15 +85,17 @@ struct Linear {
             else quantise_block_row<128>(row, groups, bytes + t * stride, scales + i, sums + i, totals + i);
         }
         const BlockRows x_rows{count, stride, groups, bytes, scales, sums, totals};
-        for (int64_t o = outputs.begin; o < outputs.end; o += BAND) {
-            const Share some{o, o + BAND < outputs.end ? o + BAND : outputs.end};
-            any_block_product(weight, x_rows, some, ys);
-            if (gate.values != nullptr) any_block_product(gate, x_rows, some, gs);
-            for (int64_t t = 0; t < count; t++) finish(some, part.begin + t, ys + t * BAND, gs + t * BAND);
+        for (Share piece; outputs.next(piece);) {
+            for (int64_t o = piece.begin; o < piece.end; o += BAND) {
+                const Share some{o, o + BAND < piece.end ? o + BAND : piece.end};
+                any_block_product(weight, x_rows, some, ys);
+                if (gate.values != nullptr) any_block_product(gate, x_rows, some, gs);
+                for (int64_t t = 0; t < count; t++) finish(some, part.begin + t, ys + t * BAND, gs + t * BAND);
+            }
         }
     }
 
-    void panel(Share part, Share outputs) const {
+    void panel(Share part, Queue& outputs) const {
         const Dtype type = Dtype(dtype);
         const int64_t count = part.end - part.begin;
         const bool plain = weight.kind == PLAIN, int4 = weight.kind == INT4;
@@ -121,17 +135,19 @@ struct Linear {
             else if (int4 && weight.group == 64) quantise_int4<64>(row, x_rows, p, z, s);
             else if (int4) quantise_int4<128>(row, x_rows, p, z, s);
         }
-        for (int64_t o = outputs.begin; o < outputs.end; o += BAND) {
-            const Share some{o, o + BAND < outputs.end ? o + BAND : outputs.end};
-            any_product(weight, type, x_rows, some, ys);
-            if (gate.values != nullptr) any_product(gate, type, x_rows, some, gs);
-            for (int64_t t = 0; t < count; t++) finish(some, part.begin + t, ys + t * BAND, gs + t * BAND);
+        for (Share piece; outputs.next(piece);) {
+            for (int64_t o = piece.begin; o < piece.end; o += BAND) {
+                const Share some{o, o + BAND < piece.end ? o + BAND : piece.end};
+                any_product(weight, type, x_rows, some, ys);
+                if (gate.values != nullptr) any_product(gate, type, x_rows, some, gs);
+                for (int64_t t = 0; t < count; t++) finish(some, part.begin + t, ys + t * BAND, gs + t * BAND);
+            }
         }
     }
 
-    // Requests the first weights that this thread will read.
-    void announce(int thread, int threads) const {
-        const Share mine = rows >= 32 * threads ? Share{0, weight.outputs} : share(weight.outputs, step(), thread, threads);
+    // Requests the first weights that this thread will read in run().
+    void announce(int thread, int threads, std::atomic<int64_t>* taken) const {
+        const Share mine = cut_by_rows(threads) ? Share{0, weight.outputs} : queue(thread, threads, taken).own();
         const int64_t bytes = row_bytes(weight, Dtype(dtype)), left = (mine.end - mine.begin) * bytes;
         prefetch(static_cast<const char*>(weight.values) + mine.begin * bytes, left < AHEAD ? left : AHEAD);
     }

@@ -17,7 +17,8 @@
 namespace {
 
 constexpr int64_t BAND = 128;   // outputs that are computed before bias, activation and residual are applied
-constexpr int64_t AHEAD = 4096;  // bytes between the weights that are multiplied and those that are requested
+constexpr int64_t AHEAD = 8192;      // bytes between the weights that are multiplied and those that are requested
+constexpr int64_t ROW_AHEAD = 2048;  // the same in each row of a tile of plain weights, which go to the L2 cache
 
 // For int4: the lane with the scale of each lane of unit j, of LANES groups' scales.
 template <int G> struct GroupLanes {
@@ -41,10 +42,16 @@ inline void plain_tile(
     Floats sums[R][O];
     for (int r = 0; r < R; r++)
         for (int o = 0; o < O; o++) sums[r][o] = inputs.begin == 0 ? zero() : kept[r * O + o];
+    // Each row is requested ROW_AHEAD bytes before it is read; behind its end, the row of the next tile in its place.
+    const int64_t row = w.inputs * int64_t(sizeof(T)), last = w.inputs - ROW_AHEAD / int64_t(sizeof(T));
     int64_t k = inputs.begin;
     for (; k + LANES <= inputs.end; k += LANES) {
         Floats v[O];
         for (int o = 0; o < O; o++) v[o] = load(weights + o * w.inputs + k);
+        if (at == 0 && k * int64_t(sizeof(T)) % 64 == 0) {
+            const char* const p = reinterpret_cast<const char*>(weights + k) + ROW_AHEAD + (k < last ? 0 : (O - 1) * row);
+            for (int o = 0; o < O; o++) __builtin_prefetch(p + o * row, 0, 2);
+        }
         for (int r = 0; r < R; r++) {
             const Floats xs = load(rows + r * x.float_stride + k);
             for (int o = 0; o < O; o++) sums[r][o] = fma(v[o], xs, sums[r][o]);
@@ -237,10 +244,6 @@ template <typename T> struct PlainProduct {
         const T* values = static_cast<const T*>(w.values);
         for (; t + R <= x.count; t += R) {
             for (int64_t i = 0; i < outputs; i += OUTPUTS) {
-                if (t == 0 && inputs.begin == 0) {
-                    const char* p = reinterpret_cast<const char*>(values + (o + i) * w.inputs);
-                    prefetch(p + AHEAD, OUTPUTS * w.inputs * int64_t(sizeof(T)));
-                }
                 Floats* const sums = kept + t * PASS + i * R;
                 plain_tile<T, R, OUTPUTS>(w, x, t, o + i, inputs, sums, y + t * BAND + (o - start) + i);
             }
