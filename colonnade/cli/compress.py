@@ -36,7 +36,7 @@ def compress(
     out: Annotated[Positional[Path], arg(metavar="OUT")],
     weights: Literal["int8", "int4", "float8", "int8_dynamic", "ternary", "sparse24"] | None = None,
     by: Literal["gptq", "fold", "nearest"] = "gptq",
-    weight_group: WeightGroup = 64,
+    weight_group: WeightGroup | None = None,
     word: Literal[18, 24, 32] = 18,
     grid: Literal["affine", "zero", "symmetric"] | None = None,
     fold: bool = True,
@@ -63,7 +63,7 @@ def compress(
             --keep, --merge or --dense the weights are not quantised unless it is given.
         by: gptq compensates the rounding error of each weight in later ones, with calibration texts; fold only scales
             inputs (AWQ for int4, SmoothQuant for int8_dynamic) and is faster; nearest needs no texts.
-        weight_group: int4: consecutive inputs that share a scale.
+        weight_group: int4: consecutive inputs that share a scale; 64 unless given, 32 for --format gguf.
         word: ternary: weights per 16-bit word; at most 4 of 18, 3 of 24 or 3 of 32 are nonzero.
         grid: int4: a low value per group (affine, the most exact), an integer zero point per group (zero), or none
             (symmetric, which most kernels of other projects read); affine unless given, symmetric for --format hf.
@@ -89,7 +89,9 @@ def compress(
     from colonnade.checkpoint.load_model import open_model
     from colonnade.compress import Compression
     from colonnade.compress.ranks import check_count
+    from colonnade.config.feature_checks import check_quantised
     from colonnade.parallel.launch import launch
+    from colonnade.tune.prune_experts import check_keep
 
     if format == "gguf":
         check_name(out, overwrite)
@@ -105,13 +107,28 @@ def compress(
     if (keep is not None) + (merge is not None) + dense > 1:
         raise ConfigError("--keep prunes experts, --merge averages them, and --dense makes one network; leave one out")
     experts = keep is not None or merge is not None or dense
-    if recover < 0 or (recover and experts and weights is None):
+    if recover < 0:
+        raise ConfigError(f"--recover {recover} is not a number of steps; it must be at least 0")
+    if recover and experts and weights is None:
         raise ConfigError(
             f"--recover {recover} trains the scales of quantised weights for a number of steps; add --weights, or "
             "leave it out"
         )
+    weights = weights or (None if experts else "int4")
+    if weight_group is None:
+        weight_group = 32 if format == "gguf" else 64
+    if format == "gguf" and weights == "int4" and weight_group != 32:
+        raise ConfigError(
+            f"--weight_group {weight_group} does not fit GGUF, whose blocks are of 32 inputs; leave it out, or write "
+            "--format colonnade"
+        )
     if weights == "ternary" and format != "colonnade":
         raise ConfigError(f"--format {format} has no ternary weights; use --format colonnade")
+    config = open_model(model).config  # what does not fit it is refused before weights are read and processes start
+    if weights is not None and weights != "sparse24":
+        check_quantised(config, weights, weight_group, tp=1)
+    if keep is not None:
+        check_keep(config, keep)
     ranks = Plan(dp=plan.dp, ep=plan.ep)
     if ranks.world > 1:
         if experts or recover or format != "colonnade":
@@ -119,9 +136,8 @@ def compress(
                 f"{ranks.world} processes quantise together and write --format colonnade; run --keep, --merge, --dense "
                 "and --recover on one, and colonnade convert for other formats"
             )
-        ranks.check(open_model(model).config)  # errors come before any process starts
+        ranks.check(config)
         check_count(ranks.dp)
-    weights = weights or (None if experts else "int4")
     compression = weights and Compression(
         weights=weights, by=by, weight_group=weight_group, word=word, grid=grid, fold=fold
     )
@@ -230,13 +246,11 @@ def _recover(student: "Transformer", model: str, texts: "list[Tensor]", steps: i
 def _fewer_experts(model: "Transformer", texts: "list[Tensor]", job: _Job) -> "Transformer":
     """The model with its experts merged or pruned, or without experts."""
     from colonnade import tune
-    from colonnade.tune.prune_experts import check_keep
 
     if job.merge is not None:
         return tune.merge_experts(model, texts, job.merge)
     if job.keep is None:
         return tune.to_dense(model, tune.score_experts(model, texts))
-    check_keep(model.config, job.keep)  # before the texts run
     if job.score == "output":
         return tune.prune(model, tune.keep_by_output(model, texts, job.keep), job.keep)
     scores = tune.score_experts(model, texts)

@@ -206,5 +206,5 @@ def _check_texts(inputs: int, compression: Compression, texts: Sequence[Tensor])
     if tokens < needed:
         raise DataError(
             f"the calibration texts have {tokens:,} tokens, and a matrix of {inputs:,} inputs needs at least "
-            f"{needed:,}; give more text, or --by nearest, which needs none"
+            f"{needed:,}; raise --tokens, give more text, or take --by nearest, which needs none"
         )

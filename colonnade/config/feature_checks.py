@@ -123,7 +123,7 @@ def check_quantised(
     if not model.causal:
         raise ConfigError(
             f"weights in {weights} are for models that generate, and this one attends in both directions (causal = "
-            "False); load it stored"
+            "False); leave them as stored"
         )
     if weights == "ternary":
         _check_ternary(model, group, etp)

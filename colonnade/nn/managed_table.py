@@ -16,6 +16,7 @@ their bucket and rows back (two all-to-alls); gradients are added up in the orde
 The optimizer is row-wise Adagrad (Gupta 2014): only rows that were read have gradients, and one number of state.
 """
 
+import math
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from colonnade.config.base import check_choice
 from colonnade.data.loader import GOLDEN_GAMMA, MASK64, splitmix64, splitmix64_mix
 from colonnade.errors import ConfigError, DataError
 from colonnade.nn.host_rows import DeviceRows, HostRows
@@ -89,11 +91,14 @@ class ManagedTable:
         axis: Axis = SOLO,
         device: torch.device | str = "cpu",
     ):
-        if rows % BUCKETS or rows < 2 * BUCKETS or axis.size > BUCKETS or every < 1:
+        check_choice("policy", policy, Policy)
+        if rows % BUCKETS or rows < 2 * BUCKETS or axis.size > BUCKETS:
             raise ConfigError(
                 f"a managed table has a multiple of {BUCKETS} rows, at least {2 * BUCKETS}, on up to {BUCKETS} ranks; "
                 f"got {rows} on {axis.size}"
             )
+        if every < 1 or width < 1:
+            raise ConfigError(f"width and every must be at least 1; got width={width} and every={every}")
         self.every, self.seed, self.axis, self.width = every, seed, axis, width
         self.device = torch.device(device)
         self.per_bucket = rows // BUCKETS
@@ -127,6 +132,8 @@ class ManagedTable:
 
     def route(self, ids_N: Tensor) -> LookUp:
         """Send ids to the ranks that own them; all ranks call it together. Raises :class:`DataError`."""
+        if not isinstance(ids_N, Tensor):
+            raise DataError(f"ids are a tensor; got {type(ids_N).__name__}: torch.tensor(ids) makes one of a list")
         if ids_N.ndim != 1 or ids_N.dtype.is_floating_point or ids_N.dtype.is_complex:
             raise DataError(f"ids are one vector of integers; got {ids_N.dtype} of shape {tuple(ids_N.shape)}")
         hashes = splitmix64_mix(ids_N.cpu().numpy().astype(np.uint64) + np.uint64(GOLDEN_GAMMA))
@@ -179,6 +186,8 @@ class ManagedTable:
     @torch.no_grad()
     def step(self, lr: float) -> None:
         """Update the rows that were used, and assign rows anew every so many steps."""
+        if not 0 <= lr < math.inf:
+            raise ConfigError(f"lr={lr} is not a learning rate; it must be at least 0")
         if len(self._used) > 1:
             raise ConfigError(
                 f"{len(self._used)} batches were looked up since the last table.step, and one is supported; call "

@@ -105,7 +105,7 @@ def check_keep(config: ModelConfig, keep: int) -> None:
     """Raise :class:`ConfigError` unless ``keep`` experts of a layer can be kept."""
     moe = config.moe
     if moe is None:
-        raise ConfigError("this model has no experts to prune")
+        raise ConfigError("this model is dense: it has no experts to choose from; leave out --keep")
     if moe.merged:
         raise ConfigError(
             f"the {moe.experts} experts are merged into {moe.merged} already; prune those of the original"

@@ -258,7 +258,7 @@ def test_a_prompt_over_the_context_is_refused_with_the_numbers(client: openai.Op
         ({"prompt": "x", "stop_token_ids": [301]}, "stop_token_ids", "token 301 of stop_token_ids is not in the"),
         ({"prompt": ["fine", ""]}, "prompt", "the prompt is empty"),
         ({"prompt": "\ud800"}, "prompt", "lone surrogate"),
-        ([1, 2], None, "the body must be a JSON object"),
+        ([1, 2], None, "the body is a list of 2; send a JSON object"),
         (b'{"prompt": ', None, "not valid JSON"),
         (b"", None, "the body"),
         (b"[" * 9000, None, "body"),

@@ -178,7 +178,7 @@ def test_long_texts_are_refused_or_truncated(running: Running) -> None:
         ({"input": "", "add_special_tokens": False}, "input", "input is empty"),
         (rb'{"input": ["a", "\ud83d"]}', "input", "input.1 has the lone surrogate U+D83D"),
         (b'{"input": "a"', None, "not valid JSON"),
-        (b'"a"', None, "must be a JSON object"),
+        (b'"a"', None, "send a JSON object"),
     ],
     ids=range(19),
 )

@@ -15,6 +15,7 @@ from colonnade.model import Transformer, initialise
 from colonnade.model.weight_only_quant import quantised_parameters
 from colonnade.parallel.distributed_context import DistributedContext
 from tests.corpora import TEXT
+from tests.serve import encoders
 
 CONFIG = ModelConfig(vocab_size=300, layers=2, width=64, heads=4, kv_heads=2, ffn_width=96, context=64)
 
@@ -82,7 +83,7 @@ def test_processes_share_the_work(model, corpus, tmp_path) -> None:
 def test_formats_of_others(form, model, tmp_path) -> None:
     out = tmp_path / ("m.gguf" if form == "gguf" else "m")
     if form == "gguf":  # the corpus's tokenizer has GPT-2's way to split text
-        run("compress", model, out, "--by", "nearest", "--format", form, "--weight_group", 32)
+        run("compress", model, out, "--by", "nearest", "--format", form)
         import gguf
 
         kinds = {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(out).tensors}
@@ -101,7 +102,9 @@ def test_formats_of_others(form, model, tmp_path) -> None:
     ("words", "message"),
     [
         (["--format", "hf", "--grid", "affine"], "no integer zero points"),
-        (["--tokens", "50"], "have 50 tokens, and a matrix of 96 inputs needs at least 96"),
+        (["--tokens", "50"], "have 50 tokens, and a matrix of 96 inputs needs at least 96; raise --tokens"),
+        (["--recover", "-2"], "--recover -2 is not a number of steps"),
+        (["--keep", "2"], "leave out --keep"),
         (["--text", "missing.txt"], "cannot read missing.txt"),
         (["--format", "gguf"], "end it with .gguf"),
         (["--tokens", "0"], "0 calibration tokens"),
@@ -116,6 +119,18 @@ def test_refusals_are_one_line(words, message, model, tmp_path, capsys) -> None:
     assert stop.value.code == 1
     assert message in " ".join(capsys.readouterr().err.split())
     assert not list(tmp_path.iterdir())
+
+
+def test_what_does_not_fit_is_refused_before_weights_are_read(model, tmp_path, capsys, monkeypatch) -> None:
+    encoder = encoders.write(tmp_path / "encoder", encoders.config())
+    monkeypatch.setattr(api, "load", lambda *_, **__: pytest.fail("weights were read"))
+    for source, words, message in (
+        (model, ["--format", "gguf", "--weight_group", 64], "--weight_group 64 does not fit GGUF"),
+        (encoder, [], "this one attends in both directions (causal = False); leave them as stored"),
+    ):
+        with pytest.raises(SystemExit):
+            run("compress", source, tmp_path / "m.gguf", *words)
+        assert message in " ".join(capsys.readouterr().err.split())
 
 
 def test_calibration_texts(corpus, tmp_path) -> None:

@@ -279,3 +279,11 @@ def test_refusals() -> None:
     for rows in (100, BUCKETS):
         with pytest.raises(ConfigError, match="a multiple of 64 rows"):
             ManagedTable(rows, 4)
+    with pytest.raises(ConfigError, match="policy is 'lfo'; it must be 'lfu', 'lru' or 'decay'"):
+        ManagedTable(128, 4, policy="lfo")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="at least 1; got width=4 and every=0"):
+        ManagedTable(128, 4, every=0)
+    with pytest.raises(ConfigError, match="lr=-1 is not a learning rate"):
+        ManagedTable(128, 4).step(-1)
+    with pytest.raises(DataError, match="got list"):
+        ManagedTable(128, 4)([1, 2])  # type: ignore[arg-type]

@@ -118,7 +118,7 @@ def validation_error(invalid: ValidationError) -> RequestError:
     error = invalid.errors(include_url=False, include_context=False)[0]
     path = [str(step) for step in error["loc"]]
     if not path:
-        return RequestError(f"the body must be a JSON object: {error['msg'].lower()}", code="invalid_body")
+        return RequestError(f"the body is {format_value(error['input'])}; send a JSON object", code="invalid_body")
     where = ".".join(path)
     if error["type"] == "missing":
         return RequestError(f"'{where}' is missing", param=path[0])
