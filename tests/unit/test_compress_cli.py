@@ -124,12 +124,12 @@ def test_refusals_are_one_line(words, message, model, tmp_path, capsys) -> None:
 def test_what_does_not_fit_is_refused_before_weights_are_read(model, tmp_path, capsys, monkeypatch) -> None:
     encoder = encoders.write(tmp_path / "encoder", encoders.config())
     monkeypatch.setattr(api, "load", lambda *_, **__: pytest.fail("weights were read"))
-    for source, words, message in (
-        (model, ["--format", "gguf", "--weight_group", 64], "--weight_group 64 does not fit GGUF"),
-        (encoder, [], "this one attends in both directions (causal = False); leave them as stored"),
+    for source, out, words, message in (
+        (model, "m.gguf", ["--format", "gguf", "--weight_group", 64], "--weight_group 64 does not fit GGUF"),
+        (encoder, "m", [], "this one attends in both directions (causal = False); leave them as stored"),
     ):
         with pytest.raises(SystemExit):
-            run("compress", source, tmp_path / "m.gguf", *words)
+            run("compress", source, tmp_path / out, *words)
         assert message in " ".join(capsys.readouterr().err.split())
 
 
