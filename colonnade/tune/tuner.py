@@ -138,7 +138,7 @@ def _grpo(source: DataSource) -> Data:
         if "prompt" not in row:
             raise DataError(f"{where} has no 'prompt'; write a text or a list of messages")
         tokens = encode_prompt(row["prompt"], tokenizer, where)
-        rows.append(PromptRow(tokens, tokenizer.decode(tokens), row))
+        rows.append(PromptRow(tokens, tokenizer.decode(tokens), row, where))
     return Data(reward_feed(rows, tune, run), len(rows) * tune.group)
 
 
