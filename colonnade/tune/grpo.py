@@ -283,11 +283,12 @@ def reward_feed(rows: Sequence[PromptRow], tune: TuneConfig, run: RunConfig) -> 
     if (needed := longest + tune.max_tokens) > (sequence := run.data.sequence):
         remedies: list[str] = []
         if needed <= run.model.context:
-            remedies.append(f"set --sequence {needed}")
+            remedies.append(f"--sequence {needed}")
         if longest < sequence:
             remedies.append(f"--tune.max_tokens {sequence - longest} or less")
+        remedy = f"set {', or '.join(remedies)}" if remedies else "shorten or remove it"
         raise DataError(
             f"{where}: the longest prompt has {longest:,} tokens, and with an answer of {tune.max_tokens:,} it does not "
-            f"fit a sequence of {sequence:,}; {', or '.join(remedies) or 'shorten or remove it'}"
+            f"fit a sequence of {sequence:,}; {remedy}"
         )
     return VaryingFeed(partial(RewardFeed, list(rows), tune))
