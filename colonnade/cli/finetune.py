@@ -13,6 +13,7 @@ from colonnade.cli.common import MODEL_SOURCES, is_main_process, progress_status
 from colonnade.cli.finetune_encoder import FINETUNE_METHODS as ENCODER_METHODS
 from colonnade.cli.training import exit_if_stopped, flag_settings, show_run
 from colonnade.config import Device, LoraConfig, Plan, TrainConfig, TuneConfig, did_you_mean
+from colonnade.config.tune import check_method_settings
 from colonnade.errors import ConfigError
 
 _LORA, _TUNE, _TRAIN = LoraConfig(), TuneConfig(), TrainConfig()
@@ -56,6 +57,7 @@ FULL_LR, LORA_LR = 2e-5, 2e-4
 
 def _tune(args: FinetuneArgs, flags: Collection[str]) -> None:
     """Methods whose rows are conversations or preferences."""
+    check_method_settings(args.method, [name.removeprefix("tune.") for name in flags if name.startswith("tune.")])
     derived = [name for name in ("steps", "log_every") if f"train.{name}" not in flags]
     with progress_status(f"reading {args.data}") as report:
         from colonnade.tune.tuner import Tuner, tuned_run  # imports torch, which takes seconds

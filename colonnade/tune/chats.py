@@ -74,7 +74,7 @@ def read_rows(path: str | Path, report: Report = lambda _line: None) -> Iterator
                 if not isinstance(row, dict):
                     _refuse_array(path, line, first)
                     raise DataError(
-                        f'{path}, line {number} is not a JSON object, but {_kind(row)}; write one, such as '
+                        f"{path}, line {number} is not a JSON object, but {_kind(row)}; write one, such as "
                         '{"messages": […]}'
                     )
                 first = False
