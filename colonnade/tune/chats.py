@@ -271,8 +271,8 @@ def _chat(messages: list[Message], first: int, tokenizer: Tokenizer, where: str)
         after = _render(messages[: i + 1], tokenizer, where, add_generation_prompt=False)
         if after[: len(before)] != before or tokens[: len(after)] != after:
             raise DataError(
-                f"{where}, message {i + 1}: the prompt with it does not begin with the prompt before it, because the chat "
-                "template changes earlier messages; use a template with {% generation %}, or one answer a row"
+                f"{where}, message {i + 1}: the prompt with it does not begin with the prompt before it, because the "
+                "chat template changes earlier messages; use a template with {% generation %}, or one answer a row"
             )
         counts[len(before) : len(after)] = [True] * (len(after) - len(before))
     return _counted(tokens, counts, where)

@@ -288,7 +288,7 @@ def reward_feed(rows: Sequence[PromptRow], tune: TuneConfig, run: RunConfig) -> 
             remedies.append(f"--tune.max_tokens {sequence - longest} or less")
         remedy = f"set {', or '.join(remedies)}" if remedies else "shorten or remove it"
         raise DataError(
-            f"{where}: the longest prompt has {longest:,} tokens, and with an answer of {tune.max_tokens:,} it does not "
-            f"fit a sequence of {sequence:,}; {remedy}"
+            f"{where}: the longest prompt has {longest:,} tokens, and with an answer of {tune.max_tokens:,} it does "
+            f"not fit a sequence of {sequence:,}; {remedy}"
         )
     return VaryingFeed(partial(RewardFeed, list(rows), tune))

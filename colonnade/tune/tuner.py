@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 from colonnade.checkpoint.load_model import open_model
 from colonnade.config import DataConfig, LoraConfig, RunConfig, TrainConfig, TuneConfig, did_you_mean
-from colonnade.data import Tokenizer
 from colonnade.config.tune import check_method_settings
+from colonnade.data import Tokenizer
 from colonnade.errors import ConfigError, DataError
 from colonnade.train.data_feed import MakeFeed
 from colonnade.train.loop import Trainer

@@ -371,7 +371,7 @@ def test_command_line_and_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         Tuner(run.replace(plan=Plan(dp=4)), file, "grpo", tune.replace(group=16))
     with pytest.raises(ConfigError, match=r"tune.group 7; make it a multiple, such as 35"):
         Tuner(run, file, "grpo", tune.replace(group=7))
-    with pytest.raises(ConfigError, match="there is no file absent.py"):
+    with pytest.raises(ConfigError, match=r"there is no file absent\.py"):
         Tuner(run, tmp_path / "absent.jsonl", "grpo", tune.replace(reward="absent.py:f"))
     with pytest.raises(ConfigError, match="needs a reward function"):
         Tuner(run, file, "grpo", tune.replace(reward=""))

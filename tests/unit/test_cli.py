@@ -210,7 +210,7 @@ def test_verbs_accept_only_flags_that_they_use(
         ("sft", "--tune.beta=0.1", "tune.beta (a setting of dpo); leave it out, or choose another --method"),
         ("dpo", "--tune.temperature 2", "tune.temperature (a setting of grpo and embed); leave it out, or choose"),
         ("grpo", "--tune.truncate", "tune.truncate (a setting of sft, dpo and embed); leave it out, or choose"),
-        ("embed", "--tune.kl 1 --tune.loss ipo", "tune.loss (a setting of dpo), tune.kl (a setting of grpo); leave the"),
+        ("embed", "--tune.kl 1 --tune.loss ipo", "tune.loss (a setting of dpo), tune.kl (a setting of grpo); leave"),
     ],
 )  # fmt: skip
 def test_finetune_refuses_flags_of_other_methods(
