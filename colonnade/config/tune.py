@@ -16,7 +16,7 @@ class TuneConfig(Config):
     epochs: float = Field(default=1.0, gt=0, le=1e6)
     """Passes over the data, if train.steps is not set."""
     truncate: bool = False
-    """Cut conversations that are longer than a sequence (finetune --sequence), instead of refusing them."""
+    """Cut conversations that are longer than --sequence, instead of refusing them."""
     beta: float = Field(default=0.1, ge=0)
     """dpo: the weight of the log-probability ratios; ipo's tau."""
     loss: Literal["dpo", "ipo"] = "dpo"
@@ -45,8 +45,8 @@ class TuneConfig(Config):
     """grpo: sample with the batch-invariant engine, and compute the trainer's values with the same kernels: the ratio
     of probabilities before an update is 1, bit for bit. Dense models, one process."""
     requests: int = Field(default=64, ge=1, le=1 << 16)
-    """grpo: answers that are sampled at a time on one data rank; the cache has room for that many sequences
-    (finetune --sequence)."""
+    """grpo: answers that are sampled at a time on one data rank; the cache has room for that many of length
+    --sequence."""
     clip_low: float = Field(default=0.2, ge=0, lt=1)
     """grpo: how far the ratio of new to old probability may fall below 1."""
     clip_high: float = Field(default=0.28, ge=0, le=1e6)

@@ -221,6 +221,23 @@ def test_finetune_refuses_flags_of_other_methods(
     assert output.startswith(f"ConfigError: method {method} does not use {message}")
 
 
+def test_the_help_of_finetune(capsys: pytest.CaptureFixture[str]) -> None:
+    def help_of(*flags: str) -> str:
+        with pytest.raises(SystemExit):
+            parse(["finetune", *flags, "--help"])
+        return " ".join(capsys.readouterr().out.replace("│", " ").split())
+
+    shown = help_of()
+    assert "MODEL and --data are required, as in: colonnade finetune smollm2 --data rows.jsonl." in shown
+    assert "smollm2, or (--method embed) minilm. (required)" in shown
+    assert "unless it is set, 2e-5, or 2e-4 with adapters (any --lora flag). (default: 2e-05)" in shown
+    assert "(any --lora flag). (default: 0.0002)" in help_of("--lora.rank", "4")
+    assert "pretrained_checkpoint" not in shown
+    assert "data.sequence" not in shown
+    output = error_of(capsys, "finetune", "absent", "--data", "absent", "--train.steps", "0")
+    assert output == "ConfigError: --train.steps is 0: input should be greater than 0"
+
+
 def test_the_help_names_the_methods_of_each_setting() -> None:
     for name, field in TuneConfig.model_fields.items():
         named = re.findall(r"\b(sft|dpo|grpo|embed): ", field.description or "")
