@@ -67,9 +67,11 @@ def read_rows(path: str | Path, report: Report = lambda _line: None) -> Iterator
                     row = json.loads(line.rstrip("\n"))
                 except (ValueError, RecursionError) as why:
                     _refuse_array(path, line, first)
-                    at, reason = (f", column {why.colno}", why.msg) if isinstance(why, JSONDecodeError) else ("", why)
+                    reason = str(why)
+                    if isinstance(why, JSONDecodeError):  # its own text has a line number too, which is always 1
+                        reason = f"{why.msg.removesuffix(' at')} at column {why.colno}"
                     raise DataError(
-                        f"{path}, line {number}{at} is not JSON: {reason}; correct it: each line is one object"
+                        f"{path}, line {number} is not JSON: {reason}; correct it: each line is one object"
                     ) from None
                 if not isinstance(row, dict):
                     _refuse_array(path, line, first)
@@ -94,7 +96,7 @@ def _refuse_array(path: str | Path, line: str, first: bool) -> None:
 
 
 def _not_utf8(path: str | Path) -> str:
-    """The line, byte and column of the first byte of a file that is not UTF-8."""
+    """The first byte of a file that is not UTF-8, with its line and its place in that."""
     with Path(path).open("rb") as file:
         for number, line in enumerate(file, 1):
             try:

@@ -53,7 +53,7 @@ MOST_REASONS = 8
 
 
 class PromptRow(NamedTuple):
-    """A prompt's tokens, its text, the row that is passed to the reward, and the file and line of that."""
+    """A prompt's tokens, its text, the row that is passed to the reward, and its file and line."""
 
     tokens: list[int]
     text: str
@@ -286,9 +286,10 @@ def reward_feed(rows: Sequence[PromptRow], tune: TuneConfig, run: RunConfig) -> 
             remedies.append(f"--sequence {needed}")
         if longest < sequence:
             remedies.append(f"--tune.max_tokens {sequence - longest} or less")
+        limit = f"a sequence of {sequence:,}{', the context of the model' if sequence == run.model.context else ''}"
         remedy = f"set {', or '.join(remedies)}" if remedies else "shorten or remove it"
         raise DataError(
             f"{where}: the longest prompt has {longest:,} tokens, and with an answer of {tune.max_tokens:,} it does "
-            f"not fit a sequence of {sequence:,}; {remedy}"
+            f"not fit {limit}; {remedy}"
         )
     return VaryingFeed(partial(RewardFeed, list(rows), tune))

@@ -296,6 +296,10 @@ def test_prompts_without_room_for_an_answer_are_refused(tmp_path: Path) -> None:
     assert refused([2, 8], room + 1).endswith(f"; set --tune.max_tokens {sequence - 8} or less")
     assert refused([sequence], 1).endswith(f"; set --sequence {sequence + 1}")
     assert refused([context], 1).endswith("; shorten or remove it")
+    run = run.replace(data=run.data.replace(sequence=context))
+    assert refused([3, 2], context).endswith(
+        f"a sequence of {context}, the context of the model; set --tune.max_tokens {context - 3} or less"
+    )
     assert refused([2, 0], 1) == "p.jsonl, line 2: the prompt has no tokens; write at least one word"
 
 

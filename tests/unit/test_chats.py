@@ -181,9 +181,9 @@ def test_bad_files(tmp_path: Path) -> None:
     good = json.dumps({"prompt": "a", "completion": "b"})
     array = "is one JSON array; write one object a line, without the brackets and the commas between objects$"
     for text, message in (
-        (good + "\n\n{", r"line 3, column 2 is not JSON: Expecting property name [^:]*; correct it: each line is one"),
-        (good + '\n{"prompt": "a"\n' + good, "line 2, column 15 is not JSON: Expecting ',' delimiter; correct it"),
-        (good + '\n{"prompt": "a', "line 2, column 12 is not JSON: Unterminated string starting at; correct it"),
+        (good + "\n\n{", r"line 3 is not JSON: Expecting property name [^:]* at column 2; correct it: each line is"),
+        (good + '\n{"prompt": "a"\n' + good, "line 2 is not JSON: Expecting ',' delimiter at column 15; correct it"),
+        (good + '\n{"prompt": "a', "line 2 is not JSON: Unterminated string starting at column 12; correct it"),
         (good + "\n" + "[" * 100_000, "line 2 is not JSON: maximum recursion"),
         (f"{good}\n[1]", "line 2 is not a JSON object, but a list; write one"),
         ("3", r"line 1 is not a JSON object, but a number \(3\); write one"),
