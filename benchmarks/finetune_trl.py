@@ -92,7 +92,8 @@ def ours(
     runs = folder / f"runs-{method}-{answer}-{exact}-{compiled}"
     lora = LoraConfig(rank=RANK) if method == "lora" else None
     run = tuned_run(folder, runs=runs, device=device, sequence=192 + answer, train=train, lora=lora)  # type: ignore[arg-type]
-    tune = TuneConfig(reward=f"{folder / 'reward.py'}:length", group=8, max_tokens=answer, exact=exact)
+    reward = f"{folder / 'reward.py'}:length"
+    tune = TuneConfig(reward=reward, group=8, max_tokens=answer, exact=exact) if method == "grpo" else TuneConfig()
     tuner = Tuner(run, data, "grpo" if method == "grpo" else "sft", tune)
     seconds: list[float] = []
     refresh_s = 0.0

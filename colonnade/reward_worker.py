@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import FunctionType
 from typing import Any, SupportsFloat, cast
 
 from colonnade.errors import ConfigError
@@ -26,6 +27,8 @@ def load_reward(name: str) -> RewardFunction:
         raise ConfigError(f"tune.reward is {name!r}; write FILE.py:FUNCTION, MODULE:FUNCTION or reasoning_gym:TASK")
     if source == "reasoning_gym":
         return _verifier(function)
+    if source.endswith(".py") and not Path(source).is_file():
+        raise ConfigError(f"tune.reward {name}: there is no file {source}; check its path")
     try:
         if source.endswith(".py"):
             spec = importlib.util.spec_from_file_location(f"reward_{Path(source).stem}", source)
@@ -35,11 +38,21 @@ def load_reward(name: str) -> RewardFunction:
             spec.loader.exec_module(module)
         else:
             module = importlib.import_module(source)
-        found = getattr(module, function)
     except Exception as why:  # noqa: BLE001 - the user's module may raise anything
-        raise ConfigError(f"tune.reward {name} cannot be imported: {type(why).__name__}: {why}; correct it") from None
+        if isinstance(why, ModuleNotFoundError) and why.name == source:
+            raise ConfigError(
+                f"tune.reward {name}: there is no module {source}; write FILE.py:FUNCTION, or install it"
+            ) from None
+        raise ConfigError(
+            f"tune.reward {name}: {source} raises {type(why).__name__} when it is imported: {why}; correct {source}"
+        ) from None
+    found = getattr(module, function, None)
     if not callable(found):
-        raise ConfigError(f"tune.reward {name} is no function; name one")
+        fault = f"has no function '{function}'" if found is None else f"has '{function}', which is no function"
+        functions = [key for key, value in vars(module).items() if isinstance(value, FunctionType)
+                     and value.__module__ == module.__name__]  # fmt: skip
+        remedy = f"name one of its functions: {', '.join(functions[:8])}" if functions else "define one in it"
+        raise ConfigError(f"tune.reward {name}: {source} {fault}; {remedy}")
     return cast(RewardFunction, found)
 
 

@@ -6,23 +6,39 @@ from pathlib import Path
 from typing import Annotated
 
 import tyro
-from tyro.conf import Positional, arg
+from pydantic import Field
+from tyro.conf import Positional, Suppress, arg
 
 from colonnade.cli import finetune_encoder
 from colonnade.cli.common import MODEL_SOURCES, is_main_process, progress_status
 from colonnade.cli.finetune_encoder import FINETUNE_METHODS as ENCODER_METHODS
 from colonnade.cli.training import exit_if_stopped, flag_settings, show_run
 from colonnade.config import Device, LoraConfig, Plan, TrainConfig, TuneConfig, did_you_mean
+from colonnade.config.tune import check_method_settings
 from colonnade.errors import ConfigError
 
-_LORA, _TUNE, _TRAIN = LoraConfig(), TuneConfig(), TrainConfig()
+FULL_LR, LORA_LR = 2e-5, 2e-4
+"""Default peak learning rates, without and with adapters."""
+
+
+class FinetuneTrain(TrainConfig):
+    """The flags of :class:`TrainConfig`, without the one that MODEL sets."""
+
+    lr: float = Field(default=FULL_LR, gt=0)
+    """Peak learning rate; unless it is set, 2e-5, or 2e-4 with adapters (any --lora flag)."""
+    pretrained_checkpoint: Suppress[str] = ""
+
+
+_LORA, _TUNE, _TRAIN = LoraConfig(), TuneConfig(), FinetuneTrain()
 
 
 @dataclass(frozen=True)
 class FinetuneArgs:
     """The arguments of ``finetune``."""
 
-    model: Positional[Annotated[str, arg(metavar="MODEL", help=f"{MODEL_SOURCES}, or smollm2.")]]
+    model: Positional[
+        Annotated[str, arg(metavar="MODEL", help=f"{MODEL_SOURCES}, smollm2, or (--method embed) minilm.")]
+    ]
     data: Path
     """A JSON Lines file; docs/howto/finetune.md describes its rows."""
     method: str = "sft"
@@ -45,17 +61,14 @@ class FinetuneArgs:
     """Settings of the method."""
     plan: Plan = Plan()
     """The parallel layout."""
-    train: TrainConfig = _TRAIN
+    train: FinetuneTrain = _TRAIN
     """Optimisation; unless they are set, steps is derived from tune.epochs, and log_every from steps: 1 in short runs
     and with grpo, otherwise up to 10."""
 
 
-FULL_LR, LORA_LR = 2e-5, 2e-4
-"""Default peak learning rates, without and with adapters."""
-
-
 def _tune(args: FinetuneArgs, flags: Collection[str]) -> None:
     """Methods whose rows are conversations or preferences."""
+    check_method_settings(args.method, [name.removeprefix("tune.") for name in flags if name.startswith("tune.")])
     derived = [name for name in ("steps", "log_every") if f"train.{name}" not in flags]
     with progress_status(f"reading {args.data}") as report:
         from colonnade.tune.tuner import Tuner, tuned_run  # imports torch, which takes seconds
@@ -63,7 +76,7 @@ def _tune(args: FinetuneArgs, flags: Collection[str]) -> None:
         lora = args.lora if any(name.startswith("lora.") for name in flags) else None
         run = tuned_run(
             args.model, lora=lora, sequence=args.sequence, name=args.name or args.method, runs=args.runs,
-            device=args.device, plan=args.plan, train=args.train,
+            device=args.device, plan=args.plan, train=TrainConfig(**dict(args.train)),
         )  # fmt: skip
         tuner = Tuner(
             run, args.data, args.method, args.tune, held_out=args.held_out, set_steps="steps" in derived,
@@ -83,7 +96,8 @@ METHODS: dict[str, Callable[[FinetuneArgs, Collection[str]], None]] = dict.fromk
 def finetune(args: Annotated[FinetuneArgs, arg(name="")]) -> None:
     """Fine-tune a model on conversations, preferences, rewards or pairs of texts; repeating the command resumes it.
 
-    With --lora.rank N, or another --lora flag, only adapters are trained and the model is frozen.
+    MODEL and --data are required, as in: colonnade finetune smollm2 --data rows.jsonl. With --lora.rank N, or another
+    --lora flag, only adapters are trained and the model is frozen.
     """
     _finetune(args, ())
 
@@ -101,7 +115,7 @@ def finetune_with_defaults(argv: list[str]) -> Callable[..., None]:
         return finetune_encoder.finetune
     flags = flag_settings(argv)
     adapters = any(name.startswith("lora.") for name in flags)
-    train = TrainConfig(lr=LORA_LR if adapters else FULL_LR, batch=16, micro_batch=4, weight_decay=0.0, beta2=0.999)
+    train = FinetuneTrain(lr=LORA_LR if adapters else FULL_LR, batch=16, micro_batch=4, weight_decay=0.0, beta2=0.999)
     defaults = FinetuneArgs(tyro.MISSING, tyro.MISSING, train=train)
 
     def bound(args: Annotated[FinetuneArgs, arg(name="")] = defaults) -> None:

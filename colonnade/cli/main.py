@@ -74,7 +74,7 @@ WITH_DEFAULTS: dict[str, Callable[[list[str]], Callable[..., None]]] = {
 SECTIONS = {
     "ServeConfig": "serve", "TrainConfig": "train", "DataConfig": "data", "Plan": "plan", "ModelConfig": "model",
     "MoeConfig": "model.moe", "LatentConfig": "model.latent", "ExpertsConfig": "experts", "DistillConfig": "distill",
-    "LoraConfig": "lora", "TuneConfig": "tune",
+    "LoraConfig": "lora", "TuneConfig": "tune", "FinetuneTrain": "train",
     "EncoderConfig": "model.encoder", "RelativePositions": "model.relative_positions",
 }  # fmt: skip
 """The prefix of the flags that set each configuration."""

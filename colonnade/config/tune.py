@@ -1,5 +1,6 @@
 """Settings of fine-tuning on conversations, preferences and rewards."""
 
+from collections.abc import Collection
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
@@ -15,7 +16,7 @@ class TuneConfig(Config):
     epochs: float = Field(default=1.0, gt=0, le=1e6)
     """Passes over the data, if train.steps is not set."""
     truncate: bool = False
-    """Cut conversations that are longer than data.sequence tokens, instead of refusing them."""
+    """Cut conversations that are longer than --sequence, instead of refusing them."""
     beta: float = Field(default=0.1, ge=0)
     """dpo: the weight of the log-probability ratios; ipo's tau."""
     loss: Literal["dpo", "ipo"] = "dpo"
@@ -44,7 +45,8 @@ class TuneConfig(Config):
     """grpo: sample with the batch-invariant engine, and compute the trainer's values with the same kernels: the ratio
     of probabilities before an update is 1, bit for bit. Dense models, one process."""
     requests: int = Field(default=64, ge=1, le=1 << 16)
-    """grpo: answers that are sampled at a time on one data rank; the cache is for so many of data.sequence tokens."""
+    """grpo: answers that are sampled at a time on one data rank; the cache has room for that many of length
+    --sequence."""
     clip_low: float = Field(default=0.2, ge=0, lt=1)
     """grpo: how far the ratio of new to old probability may fall below 1."""
     clip_high: float = Field(default=0.28, ge=0, le=1e6)
@@ -67,3 +69,31 @@ class TuneConfig(Config):
         if self.loss == "ipo" and self.flipped:
             raise ConfigError(f"tune.flipped {self.flipped:g} belongs to tune.loss dpo; leave it out with ipo")
         return self
+
+
+TUNE_METHODS = ("sft", "dpo", "grpo", "embed")
+METHODS_OF_SETTING: dict[str, tuple[str, ...]] = {
+    "truncate": ("sft", "dpo", "embed"),
+    "temperature": ("grpo", "embed"),
+    **dict.fromkeys(("beta", "loss", "flipped"), ("dpo",)),
+    **dict.fromkeys(
+        ("reward", "reward_s", "reward_workers", "group", "kl", "max_tokens", "exact", "requests", "clip_low",
+         "clip_high", "divisor", "normalise"), ("grpo",)
+    ),
+    **dict.fromkeys(("pooling", "widths"), ("embed",)),
+}  # fmt: skip
+"""The methods that use a setting; all use those that are not listed."""
+
+
+def check_method_settings(method: str, names: Collection[str]) -> None:
+    """Raise :class:`ConfigError` if one of the settings ``names`` has no effect with ``method``."""
+    foreign = [
+        f"tune.{name} (a setting of {', '.join(methods[:-1])}{' and ' if methods[1:] else ''}{methods[-1]})"
+        for name, methods in METHODS_OF_SETTING.items()
+        if method in TUNE_METHODS and name in names and method not in methods
+    ]
+    if foreign:
+        raise ConfigError(
+            f"method {method} does not use {', '.join(foreign)}; leave {'it' if len(foreign) == 1 else 'them'} out, or "
+            "choose another --method"
+        )

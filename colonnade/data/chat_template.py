@@ -22,7 +22,7 @@ import itertools
 import json
 import secrets
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Literal
 
 import jinja2
 import jinja2.ext
@@ -35,6 +35,9 @@ from colonnade.errors import DataError, RequestError
 
 GENERATION_MARKER = "generation_marker"
 """The template variable that is printed before and after each ``{% generation %}`` part; undefined: nothing."""
+
+Role = Literal["system", "developer", "user", "assistant", "tool"]
+"""Who a message is from; fine-tuning and the server accept the same roles."""
 
 Message = dict[str, Any]
 """``{"role": "user", "content": "..."}`` and any other keys that the template reads."""

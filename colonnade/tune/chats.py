@@ -19,13 +19,14 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
+from json import JSONDecodeError
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast, get_args
 
 import numpy as np
 
 from colonnade.data import Tokenizer
-from colonnade.data.chat_template import Message
+from colonnade.data.chat_template import Message, Role
 from colonnade.errors import DataError, RequestError
 
 
@@ -54,27 +55,72 @@ def read_rows(path: str | Path, report: Report = lambda _line: None) -> Iterator
 
     Raises :class:`DataError` for a file that cannot be read and for a line that is not a JSON object.
     """
-    number = 0
+    first = True
     try:
-        with Path(path).open(encoding="utf-8") as file:
+        with Path(path).open(encoding="utf-8-sig") as file:
             for number, line in enumerate(file, 1):
                 if number % ROWS_BETWEEN_REPORTS == 0:
                     report(f"tokenised {number:,} rows of {path}")
                 if not line.strip():
                     continue
                 try:
-                    row = json.loads(line)
+                    row = json.loads(line.rstrip("\n"))
                 except (ValueError, RecursionError) as why:
-                    raise DataError(f"{path}, line {number} is not JSON: {why}; correct it") from None
-                if not isinstance(row, dict):
+                    _refuse_array(path, line, first)
+                    reason = str(why)
+                    if isinstance(why, JSONDecodeError):  # its own text has a line number too, which is always 1
+                        reason = f"{why.msg.removesuffix(' at')} at column {why.colno}"
                     raise DataError(
-                        f"{path}, line {number} is not a JSON object; write one, such as {{'messages': […]}}"
+                        f"{path}, line {number} is not JSON: {reason}; correct it: each line is one object"
+                    ) from None
+                if not isinstance(row, dict):
+                    _refuse_array(path, line, first)
+                    raise DataError(
+                        f"{path}, line {number} is not a JSON object, but {_kind(row)}; write one, such as "
+                        '{"messages": […]}'
                     )
+                first = False
                 yield f"{path}, line {number}", cast("dict[str, Any]", row)
     except UnicodeDecodeError:
-        raise DataError(f"{path} is not UTF-8 after line {number}; save it as UTF-8") from None
+        raise DataError(f"{path}, {_not_utf8(path)}; save the file as UTF-8") from None
     except OSError as why:
         raise DataError(f"cannot read {path}: {why.strerror or why}; check the path") from None
+
+
+def _refuse_array(path: str | Path, line: str, first: bool) -> None:
+    """Raise :class:`DataError` if ``line`` is the first that is not empty and begins an array."""
+    if first and line.lstrip().startswith("["):
+        raise DataError(
+            f"{path} is one JSON array; write one object a line, without the brackets and the commas between objects"
+        )
+
+
+def _not_utf8(path: str | Path) -> str:
+    """The first byte of a file that is not UTF-8, with its line and its place in that."""
+    with Path(path).open("rb") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                line.decode()
+            except UnicodeDecodeError as why:
+                return f"line {number} is not UTF-8: byte 0x{line[why.start]:02x}, byte {why.start + 1} of the line"
+    return "the file was not UTF-8 when it was read"  # it has changed since
+
+
+def _kind(value: object) -> str:
+    """What a JSON value is, in words."""
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return str(value).lower()
+        case int() | float():
+            return f"a number ({str(value)[:20]})"
+        case str():
+            return "a text"
+        case list():
+            return "a list" if value else "an empty list"
+        case _:
+            return "an object"
 
 
 def read_conversations(
@@ -112,8 +158,8 @@ def preference(row: Mapping[str, Any], tokenizer: Tokenizer, where: str = "row")
         if "prompt" in row:
             sides.append(_continued(row["prompt"], row[side], side, tokenizer, where))
         else:
-            messages = _messages(row[side], side, where)
-            other = _messages(row["rejected" if side == "chosen" else "chosen"], side, where)
+            other_side = "rejected" if side == "chosen" else "chosen"
+            messages, other = _messages(row[side], side, where), _messages(row[other_side], other_side, where)
             shared = next((i for i, (a, b) in enumerate(zip(messages, other, strict=False)) if a != b), len(messages))
             sides.append(_chat(messages, min(shared, len(messages) - 1), tokenizer, where))
     chosen, rejected = sides
@@ -126,7 +172,10 @@ def encode_prompt(prompt: object, tokenizer: Tokenizer, where: str = "row") -> l
     """The prompt's tokens: of a text, or of messages with the generation prompt."""
     if isinstance(prompt, str):
         return _encode(prompt, tokenizer, where, special=True)
-    return _render(_messages(prompt, "prompt", where), tokenizer, where, add_generation_prompt=True)
+    _check_form(prompt, "prompt", where)
+    messages = _messages(prompt, "prompt", where)
+    _check_template(tokenizer, where)
+    return _render(messages, tokenizer, where, add_generation_prompt=True)
 
 
 def _keys(row: Mapping[str, Any]) -> str:
@@ -134,35 +183,71 @@ def _keys(row: Mapping[str, Any]) -> str:
 
 
 def _messages(value: object, key: str, where: str) -> list[Message]:
-    """``value`` if it is a list of messages."""
-    if isinstance(value, list) and value:
-        messages = cast("list[Any]", value)
-        if all(isinstance(one, dict) and isinstance(one.get("role"), str) for one in messages):
-            for message in messages:
-                if not isinstance(message.get("train", True), bool):
-                    raise DataError(f"{where} has a message with 'train': {message['train']!r}; write true or false")
-            return messages
-    raise DataError(f"{where}: '{key}' is not a list of messages with a role and content; write one")
+    """``value`` if it is a list of messages with a role and content."""
+    if not (isinstance(value, list) and value):
+        raise DataError(f"{where}: '{key}' is {_kind(value)}; write a list of messages with 'role' and 'content'")
+    messages = cast("list[Any]", value)
+    for number, message in enumerate(messages, 1):
+        if fault := _fault(message):
+            raise DataError(f"{where}, message {number} of '{key}' {fault}")
+    return messages
+
+
+ROLES: tuple[str, ...] = get_args(Role)
+
+
+def _fault(message: Any) -> str | None:
+    """What is wrong with a message, and the remedy."""
+    if not isinstance(message, dict):
+        return f"is {_kind(message)}; write an object with 'role' and 'content'"
+    listed = f"{', '.join(map(repr, ROLES[:-1]))} or {ROLES[-1]!r}"
+    if "role" not in message:
+        return f"has no 'role', but {_keys(message)}; write {listed}"
+    role, content = message["role"], message.get("content")
+    if role not in ROLES:
+        return f"has the role {role!r:.60}; write {listed}"
+    if content is None and not message.get("tool_calls"):
+        missing = "'content' null" if "content" in message else "no 'content'"
+        return f"is of role '{role}' and has {missing}; write a text"
+    if not (content is None or isinstance(content, str | list)):
+        return f"is of role '{role}', and its 'content' is {_kind(content)}; write a text"
+    if not isinstance(message.get("train", True), bool):
+        return f"has 'train': {message['train']!r:.60}; write true or false"
+    return None
+
+
+def _check_template(tokenizer: Tokenizer, where: str) -> None:
+    if not tokenizer.chat_template:
+        raise DataError(
+            f"{where}: this model has no chat template, which lists of messages need; write rows with texts: 'prompt' "
+            "and 'completion' (dpo: 'prompt', 'chosen' and 'rejected'; grpo: 'prompt')"
+        )
+
+
+def _check_form(value: object, key: str, where: str) -> None:
+    if not isinstance(value, str | list):
+        raise DataError(f"{where}: '{key}' is {_kind(value)}; write a text or a list of messages")
 
 
 def _continued(prompt: object, completion: object, key: str, tokenizer: Tokenizer, where: str) -> Conversation:
     """A prompt and its completion, whose tokens count."""
+    _check_form(prompt, "prompt", where)
+    _check_form(completion, key, where)
     if isinstance(prompt, str) and isinstance(completion, str):
         before, after = (_encode(text, tokenizer, where, special=special) for text, special in
                          ((prompt, True), (completion, False)))  # fmt: skip
         after += tokenizer.eos_ids[:1]
         return _counted(before + after, [False] * len(before) + [True] * len(after), where)
     if isinstance(prompt, str) or isinstance(completion, str):
-        raise DataError(
-            f"{where}: one of 'prompt' and '{key}' is a text and the other a list of messages; use "
-            "the same form for both"
-        )
+        text, other = ("prompt", key) if isinstance(prompt, str) else (key, "prompt")
+        raise DataError(f"{where}: '{text}' is a text and '{other}' a list of messages; write both in the same form")
     first = _messages(prompt, "prompt", where)
     return _chat([*first, *_messages(completion, key, where)], len(first), tokenizer, where)
 
 
 def _chat(messages: list[Message], first: int, tokenizer: Tokenizer, where: str) -> Conversation:
     """The conversation whose assistant messages from number ``first`` on count."""
+    _check_template(tokenizer, where)
     trained = [
         i >= first and message["role"] == "assistant" and message.get("train", True)
         for i, message in enumerate(messages)
@@ -188,8 +273,8 @@ def _chat(messages: list[Message], first: int, tokenizer: Tokenizer, where: str)
         after = _render(messages[: i + 1], tokenizer, where, add_generation_prompt=False)
         if after[: len(before)] != before or tokens[: len(after)] != after:
             raise DataError(
-                f"{where}, message {i}: the prompt with it does not begin with the prompt before it, because the chat "
-                "template changes earlier messages; use a template with {% generation %}, or one answer a row"
+                f"{where}, message {i + 1}: the prompt with it does not begin with the prompt before it, because the "
+                "chat template changes earlier messages; use a template with {% generation %}, or one answer a row"
             )
         counts[len(before) : len(after)] = [True] * (len(after) - len(before))
     return _counted(tokens, counts, where)

@@ -53,11 +53,12 @@ MOST_REASONS = 8
 
 
 class PromptRow(NamedTuple):
-    """A prompt's tokens, its text, and the row that is passed to the reward."""
+    """A prompt's tokens, its text, the row that is passed to the reward, and its file and line."""
 
     tokens: list[int]
     text: str
     row: Mapping[str, Any]
+    where: str = ""
 
 
 class RewardFeed:
@@ -274,10 +275,21 @@ def reward_feed(rows: Sequence[PromptRow], tune: TuneConfig, run: RunConfig) -> 
     check_reward_settings(run, tune)
     if not rows:
         raise DataError("there are no prompts; give at least one")
-    for number, row in enumerate(rows, 1):
-        if not 0 < len(row.tokens) <= run.data.sequence - tune.max_tokens:
-            raise DataError(
-                f"prompt {number} has {len(row.tokens)} tokens; with {tune.max_tokens} of an answer a sequence of "
-                f"{run.data.sequence} holds 1 to {run.data.sequence - tune.max_tokens}; raise --sequence"
-            )
+    named = [(row.where or f"prompt {number}", len(row.tokens)) for number, row in enumerate(rows, 1)]
+    for where, length in named:
+        if not length:
+            raise DataError(f"{where}: the prompt has no tokens; write at least one word")
+    where, longest = max(named, key=lambda each: each[1])
+    if (needed := longest + tune.max_tokens) > (sequence := run.data.sequence):
+        remedies: list[str] = []
+        if needed <= run.model.context:
+            remedies.append(f"--sequence {needed}")
+        if longest < sequence:
+            remedies.append(f"--tune.max_tokens {sequence - longest} or less")
+        limit = f"a sequence of {sequence:,}{', the context of the model' if sequence == run.model.context else ''}"
+        remedy = f"set {', or '.join(remedies)}" if remedies else "shorten or remove it"
+        raise DataError(
+            f"{where}: the longest prompt has {longest:,} tokens, and with an answer of {tune.max_tokens:,} it does "
+            f"not fit {limit}; {remedy}"
+        )
     return VaryingFeed(partial(RewardFeed, list(rows), tune))

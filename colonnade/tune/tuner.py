@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from colonnade.checkpoint.load_model import open_model
 from colonnade.config import DataConfig, LoraConfig, RunConfig, TrainConfig, TuneConfig, did_you_mean
+from colonnade.config.tune import check_method_settings
 from colonnade.data import Tokenizer
 from colonnade.errors import ConfigError, DataError
 from colonnade.train.data_feed import MakeFeed
@@ -138,7 +139,7 @@ def _grpo(source: DataSource) -> Data:
         if "prompt" not in row:
             raise DataError(f"{where} has no 'prompt'; write a text or a list of messages")
         tokens = encode_prompt(row["prompt"], tokenizer, where)
-        rows.append(PromptRow(tokens, tokenizer.decode(tokens), row))
+        rows.append(PromptRow(tokens, tokenizer.decode(tokens), row, where))
     return Data(reward_feed(rows, tune, run), len(rows) * tune.group)
 
 
@@ -188,6 +189,7 @@ class Tuner:
         if method not in methods:
             raise ConfigError(f"method {method} is unknown{did_you_mean(method, list(methods))}")
         tune = tune or TuneConfig()
+        check_method_settings(method, tune.model_dump(exclude_defaults=True))
         check_tune_settings(run, generates=method != "embed")
         tokenizer = _tokenizer(run.train.pretrained_checkpoint)
         self.data = methods[method](DataSource(run, tune, data, held_out, tokenizer, report))

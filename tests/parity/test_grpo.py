@@ -276,6 +276,33 @@ def test_a_reward_that_fails_for_every_answer_ends_the_run(tmp_path: Path) -> No
         tuning.fit(run, reward_feed(rows(), tune, run))
 
 
+def test_prompts_without_room_for_an_answer_are_refused(tmp_path: Path) -> None:
+    run = tuning.settings(tmp_path, tmp_path / "start", batch=8)
+    tune = TuneConfig(reward=reward(tmp_path, "length"), group=4)
+    sequence, context = run.data.sequence, run.model.context
+
+    def refused(lengths: list[int], max_tokens: int) -> str:
+        prompts = [PromptRow([1] * length, "", {}, f"p.jsonl, line {i}") for i, length in enumerate(lengths, 1)]
+        with pytest.raises(DataError) as error:
+            reward_feed(prompts, tune.replace(max_tokens=max_tokens), run)
+        return str(error.value)
+
+    assert sequence < context
+    room = context - 8  # for an answer to the longest prompt
+    assert refused([2, 8, 3], room) == (
+        f"p.jsonl, line 2: the longest prompt has 8 tokens, and with an answer of {room} it does not fit a sequence of "
+        f"{sequence}; set --sequence {context}, or --tune.max_tokens {sequence - 8} or less"
+    )
+    assert refused([2, 8], room + 1).endswith(f"; set --tune.max_tokens {sequence - 8} or less")
+    assert refused([sequence], 1).endswith(f"; set --sequence {sequence + 1}")
+    assert refused([context], 1).endswith("; shorten or remove it")
+    run = run.replace(data=run.data.replace(sequence=context))
+    assert refused([3, 2], context).endswith(
+        f"a sequence of {context}, the context of the model; set --tune.max_tokens {context - 3} or less"
+    )
+    assert refused([2, 0], 1) == "p.jsonl, line 2: the prompt has no tokens; write at least one word"
+
+
 def test_a_trainer_does_not_compile_answers_by_default(tmp_path: Path) -> None:
     """Also without a Tuner; a GPU's default is to compile, which is refused."""
     tune = TuneConfig(reward=reward(tmp_path, "length"), group=4, max_tokens=2)
@@ -348,13 +375,13 @@ def test_command_line_and_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         Tuner(run.replace(plan=Plan(dp=4)), file, "grpo", tune.replace(group=16))
     with pytest.raises(ConfigError, match=r"tune.group 7; make it a multiple, such as 35"):
         Tuner(run, file, "grpo", tune.replace(group=7))
-    with pytest.raises(ConfigError, match=r"absent.py:f cannot be imported"):
+    with pytest.raises(ConfigError, match=r"there is no file absent\.py"):
         Tuner(run, tmp_path / "absent.jsonl", "grpo", tune.replace(reward="absent.py:f"))
     with pytest.raises(ConfigError, match="needs a reward function"):
         Tuner(run, file, "grpo", tune.replace(reward=""))
     with pytest.raises(ConfigError, match="does not apply to grpo"):
         Tuner(run, file, "grpo", tune, held_out=file)
-    with pytest.raises(DataError, match="holds 1 to 0; raise"):
+    with pytest.raises(DataError, match=r"tokens, .* answer of 64 .* set --tune.max_tokens \d+ or less"):
         Tuner(run, file, "grpo", tune.replace(max_tokens=64))
     with pytest.raises(ConfigError, match="dropout would change"):
         Tuner(run.replace(train=run.train.replace(dropout=0.1)), file, "grpo", tune)

@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 
 from colonnade.data import Tokenizer
+from colonnade.data.chat_template import Role
 from colonnade.errors import DataError
 from colonnade.model import IGNORE
+from colonnade.serve.api.chat_schemas import ChatMessage
 from colonnade.tune.chats import (
     Conversation,
     Conversations,
@@ -103,18 +105,29 @@ def test_preferences() -> None:
     assert [counted(side, of) for side in pair] == [f"yes{END}", f"no{END}"]
 
 
+LISTED = "'system', 'developer', 'user', 'assistant' or 'tool'"
 HOSTILE: list[tuple[Any, str]] = [
     ({}, "nothing"),
     ({"text": "x"}, "'text'"),
     ({"prompt": "x", "chosen": "y", "rejected": "z"}, "use --method dpo"),
-    ({"messages": []}, "is not a list of messages"),
-    ({"messages": "hi"}, "is not a list of messages"),
-    ({"messages": [{"content": "x"}]}, "is not a list of messages"),
-    ({"messages": [said("assistant", "x", train="no")]}, "write true or false"),
+    ({"messages": []}, "'messages' is an empty list; write a list of messages"),
+    ({"messages": "hi"}, "'messages' is a text; write a list of messages"),
+    ({"messages": ["hi"]}, "message 1 of 'messages' is a text; write an object"),
+    ({"messages": [{"content": "x"}]}, f"message 1 of 'messages' has no 'role', but 'content'; write {LISTED}"),
+    ({"messages": [TALK[1], said("bot", "x")]}, f"message 2 of 'messages' has the role 'bot'; write {LISTED}"),
+    ({"messages": [said("user", "x"), {"role": "assistant"}]}, "message 2 .* 'assistant' and has no 'content'; write"),
+    ({"prompt": [{"role": "user"}], "completion": TALK}, "message 1 of 'prompt' is of role 'user' and has no"),
+    ({"messages": [{"role": "user", "content": None}]}, "has 'content' null; write a text"),
+    ({"messages": [{"role": "user", "content": 3}]}, r"'content' is a number \(3\); write a text"),
+    ({"messages": [said("assistant", "x", train="no")]}, "message 1 .*'train': 'no'; write true or false"),
     ({"messages": TALK[:2]}, "no token that counts"),
     ({"messages": [said("assistant", "x", train=False)]}, "no token that counts"),
-    ({"prompt": "x", "completion": TALK}, "a text and the other a list of messages"),
-    ({"prompt": 3, "completion": []}, "is not a list of messages"),
+    ({"prompt": "x", "completion": TALK}, "'prompt' is a text and 'completion' a list of messages; write both in the"),
+    ({"prompt": TALK, "completion": "x"}, "'completion' is a text and 'prompt' a list of messages; write both in the"),
+    ({"prompt": 3, "completion": "a"}, r"'prompt' is a number \(3\); write a text or a list of messages"),
+    ({"prompt": "a", "completion": None}, "'completion' is null; write a text or a list of messages"),
+    ({"prompt": True, "completion": "a"}, "'prompt' is true; write"),
+    ({"prompt": {"role": "user"}, "completion": "a"}, "'prompt' is an object; write"),
     ({"messages": [said("user", "\ud800"), said("assistant", "x")]}, "surrogate"),
 ]
 
@@ -126,13 +139,38 @@ def test_bad_rows_are_named(row: Any, message: str, template: str) -> None:
         conversation(row, tokenizer(template), "row 7")
 
 
+def test_prompts_of_a_wrong_form_are_named() -> None:
+    with pytest.raises(DataError, match=r"row 7: 'prompt' is a number \(2.5\); write a text or a list of messages"):
+        encode_prompt(2.5, tokenizer(), "row 7")
+    with pytest.raises(DataError, match="row 7: 'rejected' is a text; write a list of messages"):
+        preference({"chosen": TALK, "rejected": "no"}, tokenizer(), "row 7")
+
+
+def test_the_roles_are_those_of_the_server() -> None:
+    assert ChatMessage.model_fields["role"].annotation == Role
+    calls = [said("user", "x"), {"role": "assistant", "content": None, "tool_calls": [{"id": "a"}]}, *TALK[1:3]]
+    assert conversation({"messages": calls}, tokenizer()).tokens  # an answer may consist of calls
+
+
+def test_without_a_chat_template_rows_are_texts() -> None:
+    of = tokenizer(None)
+    remedy = "row 7: this model has no chat template.*write rows with texts: 'prompt' and 'completion'"
+    for refused in (
+        lambda: conversation({"messages": TALK}, of, "row 7"),
+        lambda: conversation({"prompt": TALK[:2], "completion": TALK[2:3]}, of, "row 7"),
+        lambda: preference({"chosen": TALK, "rejected": TALK[:3]}, of, "row 7"),
+        lambda: encode_prompt(TALK[:2], of, "row 7"),
+    ):
+        with pytest.raises(DataError, match=remedy):
+            refused()
+    assert counted(conversation({"prompt": "a", "completion": "b"}, of), of) == f"b{END}"
+
+
 def test_templates_that_change_earlier_messages_are_refused() -> None:
     one_turn = {"messages": TALK[1:3]}
     assert counted(conversation(one_turn, tokenizer(STRIPS)), tokenizer()) == f"hello{END}"
-    with pytest.raises(DataError, match=r"row, message 2: .*one answer a row"):
+    with pytest.raises(DataError, match=r"row, message 3: .*one answer a row"):
         conversation({"messages": TALK}, tokenizer(STRIPS))
-    with pytest.raises(DataError, match="no chat template"):
-        conversation({"messages": TALK}, tokenizer(None))
     hides = "{% for m in messages %}{{ m.content }}{% if 0 %}{% generation %}{% endgeneration %}{% endif %}{% endfor %}"
     with pytest.raises(DataError, match="2 assistant messages, and the chat template marks 0"):
         conversation({"messages": TALK}, tokenizer(hides))
@@ -141,13 +179,26 @@ def test_templates_that_change_earlier_messages_are_refused() -> None:
 def test_bad_files(tmp_path: Path) -> None:
     file, of = tmp_path / "rows.jsonl", tokenizer()
     good = json.dumps({"prompt": "a", "completion": "b"})
-    for text, message in ((good + "\n\n{", "line 3 is not JSON"), ("[1]", "line 1 is not a JSON object")):
+    array = "is one JSON array; write one object a line, without the brackets and the commas between objects$"
+    for text, message in (
+        (good + "\n\n{", r"line 3 is not JSON: Expecting property name [^:]* at column 2; correct it: each line is"),
+        (good + '\n{"prompt": "a"\n' + good, "line 2 is not JSON: Expecting ',' delimiter at column 15; correct it"),
+        (good + '\n{"prompt": "a', "line 2 is not JSON: Unterminated string starting at column 12; correct it"),
+        (good + "\n" + "[" * 100_000, "line 2 is not JSON: maximum recursion"),
+        (f"{good}\n[1]", "line 2 is not a JSON object, but a list; write one"),
+        ("3", r"line 1 is not a JSON object, but a number \(3\); write one"),
+        (f"[{good}, {good}]", array),
+        (f"\n[\n{good},\n{good}\n]", array),
+        (f"[{good},\n{good}]", array),
+    ):
         file.write_text(text)
         with pytest.raises(DataError, match=message):
             read_conversations(file, of)
-    file.write_bytes(good.encode() + b"\n\xff\xfe")
-    with pytest.raises(DataError, match="not UTF-8"):
+    file.write_bytes(good.encode() + b'\n{"a": \xff\xfe')
+    with pytest.raises(DataError, match=r"line 2 is not UTF-8: byte 0xff, byte 7 of the line; save the file as UTF-8$"):
         read_conversations(file, of)
+    file.write_text(good, encoding="utf-8-sig")
+    assert len(read_conversations(file, of)) == 1
     with pytest.raises(DataError, match="cannot read"):
         read_conversations(tmp_path, of)
     file.write_text(good)

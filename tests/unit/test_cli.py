@@ -21,10 +21,11 @@ from rich.console import Console
 import colonnade
 from colonnade.checkpoint import native
 from colonnade.cli import VERBS, main, parse
-from colonnade.config import ModelConfig, Plan, TrainConfig, plural
+from colonnade.config import ModelConfig, Plan, TrainConfig, TuneConfig, plural
 from colonnade.config.presets import PRESETS, preset
+from colonnade.config.tune import METHODS_OF_SETTING, check_method_settings
 from colonnade.data import Corpus, build
-from colonnade.errors import ColonnadeError, Interrupted, PlanError
+from colonnade.errors import ColonnadeError, ConfigError, Interrupted, PlanError
 from colonnade.model import Transformer, initialise
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.train.lr_schedule import learning_rate
@@ -200,6 +201,52 @@ def test_verbs_accept_only_flags_that_they_use(
     flags = {"--plan.dp", "--plan.stages", "--serve.port"}
     for flag in flags - {"serve": {"--serve.port"}, "eval": {"--plan.dp"}}.get(verb[0], set()):
         assert f"Unrecognized options: {flag}" in error_of(capsys, verb[0], model, *verb[1:], flag, "3", code=2)
+
+
+@pytest.mark.parametrize(
+    ("method", "flags", "message"),
+    [
+        ("sft", "--tune.beta 0.2", "tune.beta (a setting of dpo); leave it out, or choose another --method"),
+        ("sft", "--tune.beta=0.1", "tune.beta (a setting of dpo); leave it out, or choose another --method"),
+        ("dpo", "--tune.temperature 2", "tune.temperature (a setting of grpo and embed); leave it out, or choose"),
+        ("grpo", "--tune.truncate", "tune.truncate (a setting of sft, dpo and embed); leave it out, or choose"),
+        ("embed", "--tune.kl 1 --tune.loss ipo", "tune.loss (a setting of dpo), tune.kl (a setting of grpo); leave"),
+    ],
+)  # fmt: skip
+def test_finetune_refuses_flags_of_other_methods(
+    capsys: pytest.CaptureFixture[str], method: str, flags: str, message: str
+) -> None:
+    """Also a flag that is set to its default."""
+    output = error_of(capsys, "finetune", "absent", "--data", "absent", "--method", method, *flags.split())
+    assert output.startswith(f"ConfigError: method {method} does not use {message}")
+
+
+def test_the_help_of_finetune(capsys: pytest.CaptureFixture[str]) -> None:
+    def help_of(*flags: str) -> str:
+        with pytest.raises(SystemExit):
+            parse(["finetune", *flags, "--help"])
+        return " ".join(capsys.readouterr().out.replace("│", " ").split())
+
+    shown = help_of()
+    assert "MODEL and --data are required, as in: colonnade finetune smollm2 --data rows.jsonl." in shown
+    assert "smollm2, or (--method embed) minilm. (required)" in shown
+    assert "unless it is set, 2e-5, or 2e-4 with adapters (any --lora flag). (default: 2e-05)" in shown
+    assert "(any --lora flag). (default: 0.0002)" in help_of("--lora.rank", "4")
+    assert "pretrained_checkpoint" not in shown
+    assert "data.sequence" not in shown
+    output = error_of(capsys, "finetune", "absent", "--data", "absent", "--train.steps", "0")
+    assert output == "ConfigError: --train.steps is 0: input should be greater than 0"
+
+
+def test_the_help_names_the_methods_of_each_setting() -> None:
+    for name, field in TuneConfig.model_fields.items():
+        named = re.findall(r"\b(sft|dpo|grpo|embed): ", field.description or "")
+        if name != "truncate":  # grpo only lacks it
+            assert tuple(named) == METHODS_OF_SETTING.get(name, ()), name
+    changed = TuneConfig(beta=0.2, group=4).model_dump(exclude_defaults=True)
+    with pytest.raises(ConfigError, match=r"tune.beta \(a setting of dpo\), tune.group \(a setting of grpo\)"):
+        check_method_settings("sft", changed)
+    check_method_settings("mine", changed)  # a method of Tuner(methods=...)
 
 
 def test_chat_needs_a_template(capsys: pytest.CaptureFixture[str], model: Path) -> None:

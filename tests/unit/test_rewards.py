@@ -82,12 +82,18 @@ def test_no_answers_need_no_process() -> None:
 
 def test_bad_names(functions: str, tmp_path: Path) -> None:
     file = functions.rpartition(":")[0]
+    (tmp_path / "empty.py").write_text("")
+    (tmp_path / "broken.py").write_text("1 / 0")
+    (tmp_path / "needs.py").write_text("import no_such_module")
     for name, message in (
         ("reward", "write FILE.py:FUNCTION"),
-        (f"{file}:other", "no attribute"),
-        (f"{file}:number", "is no function"),
-        (f"{tmp_path}/none.py:f", "cannot be imported"),
-        ("no_such_module:f", "cannot be imported"),
+        (f"{file}:other", "functions.py has no function 'other'; name one of its functions: reward$"),
+        (f"{file}:number", "has 'number', which is no function; name one of its functions: reward$"),
+        (f"{tmp_path}/none.py:f", "there is no file .*none.py; check its path$"),
+        (f"{tmp_path}/empty.py:f", "empty.py has no function 'f'; define one in it$"),
+        (f"{tmp_path}/broken.py:f", "broken.py raises ZeroDivisionError when it is imported: .*; correct .*broken.py$"),
+        (f"{tmp_path}/needs.py:f", "needs.py raises ModuleNotFoundError .*'no_such_module'; correct .*needs.py$"),
+        ("no_such_module:f", "there is no module no_such_module; write FILE.py:FUNCTION, or install it$"),
     ):
         with pytest.raises(ConfigError, match=message):
             load_reward(name)
