@@ -354,9 +354,10 @@ def draw(rows: Sequence[dict[str, Cell]], path: Path) -> None:
         at = [j + (i - (len(ladders) - 1) / 2) * width for j, step in enumerate(steps) if step in ladder]
         bars = axes.bar(at, [ladder[step] for step in steps if step in ladder], width, label=name,
                         color="#999999" if i == 0 else None)  # fmt: skip
-        axes.bar_label(bars, fmt="%.3g", fontsize=7)
+        axes.bar_label(bars, fmt="%.3g", fontsize=7, rotation=90, padding=2)
     axes.set(yscale="log", ylabel="requests/s over default threads", xticks=range(len(steps)), xticklabels=steps)
     axes.axhline(1, color="black", linewidth=0.8)
+    axes.margins(y=0.12)
     axes.legend(fontsize=8)
     figure.savefig(path, dpi=120)
 
