@@ -85,7 +85,7 @@ def compress(
         overwrite: Replace an existing model, once the new one is written.
     """
     from colonnade.checkpoint.atomic_folder import refuse_existing
-    from colonnade.checkpoint.gguf.write import check_name
+    from colonnade.checkpoint.gguf.write import BLOCK, check_name
     from colonnade.checkpoint.load_model import open_model
     from colonnade.compress import Compression
     from colonnade.compress.ranks import check_count
@@ -116,11 +116,11 @@ def compress(
         )
     weights = weights or (None if experts else "int4")
     if weight_group is None:
-        weight_group = 32 if format == "gguf" else 64
-    if format == "gguf" and weights == "int4" and weight_group != 32:
+        weight_group = BLOCK if format == "gguf" else 64
+    if format == "gguf" and weights == "int4" and weight_group != BLOCK:
         raise ConfigError(
-            f"--weight_group {weight_group} does not fit GGUF, whose blocks are of 32 inputs; leave it out, or write "
-            "--format colonnade"
+            f"--weight_group {weight_group} does not fit GGUF, whose blocks are of {BLOCK} inputs; leave it out, or "
+            "write --format colonnade"
         )
     if weights == "ternary" and format != "colonnade":
         raise ConfigError(f"--format {format} has no ternary weights; use --format colonnade")

@@ -138,7 +138,7 @@ def _tensors(
         value = dense(name, value)
     found: dict[str, Written] = {}
     for theirs, tensor in mapping.write(value.detach().cpu().float(), config).items():
-        array, half = tensor.contiguous().numpy(), tensor.half()
+        array = tensor.contiguous().numpy()
         if array.ndim == 1 or theirs.startswith("position_embd"):
             found[theirs] = array, "F32"
         elif kind == "Q8_0" and array.shape[1] % BLOCK == 0:
@@ -148,7 +148,7 @@ def _tensors(
                     "or colonnade"
                 )
             found[theirs] = gguf_package().quants.quantize(array, gguf_package().GGMLQuantizationType.Q8_0), "Q8_0"
-        elif half.isfinite().all():
+        elif (half := tensor.half()).isfinite().all():
             found[theirs] = half.contiguous().numpy(), "F16"
         else:
             raise ConfigError(
