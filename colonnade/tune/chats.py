@@ -63,10 +63,15 @@ def read_rows(path: str | Path, report: Report = lambda _line: None) -> Iterator
                     report(f"tokenised {number:,} rows of {path}")
                 if not line.strip():
                     continue
+                if first and line.lstrip().startswith("["):
+                    raise DataError(
+                        f"{path} is one JSON array; write one object a line, without the brackets and the commas "
+                        "between objects"
+                    )
+                first = False
                 try:
                     row = json.loads(line.rstrip("\n"))
                 except (ValueError, RecursionError) as why:
-                    _refuse_array(path, line, first)
                     reason = str(why)
                     if isinstance(why, JSONDecodeError):  # its own text has a line number too, which is always 1
                         reason = f"{why.msg.removesuffix(' at')} at column {why.colno}"
@@ -74,25 +79,15 @@ def read_rows(path: str | Path, report: Report = lambda _line: None) -> Iterator
                         f"{path}, line {number} is not JSON: {reason}; correct it: each line is one object"
                     ) from None
                 if not isinstance(row, dict):
-                    _refuse_array(path, line, first)
                     raise DataError(
                         f"{path}, line {number} is not a JSON object, but {_kind(row)}; write one, such as "
                         '{"messages": […]}'
                     )
-                first = False
                 yield f"{path}, line {number}", cast("dict[str, Any]", row)
     except UnicodeDecodeError:
         raise DataError(f"{path}, {_not_utf8(path)}; save the file as UTF-8") from None
     except OSError as why:
         raise DataError(f"cannot read {path}: {why.strerror or why}; check the path") from None
-
-
-def _refuse_array(path: str | Path, line: str, first: bool) -> None:
-    """Raise :class:`DataError` if ``line`` is the first that is not empty and begins an array."""
-    if first and line.lstrip().startswith("["):
-        raise DataError(
-            f"{path} is one JSON array; write one object a line, without the brackets and the commas between objects"
-        )
 
 
 def _not_utf8(path: str | Path) -> str:
