@@ -32,8 +32,8 @@ def statuses(
         with listen(ServeConfig(host=address, port=0)) as listener:
             port = listener.getsockname()[1]
             async with server.running(listener), httpx.AsyncClient() as client:
-                urls = f"http://127.0.0.1:{port}/"
-                got = [await client.get(urls, headers={"host": host.replace("PORT", str(port))}) for host in hosts]
+                url = f"http://127.0.0.1:{port}/"
+                got = [await client.get(url, headers={"host": host.replace("PORT", str(port))}) for host in hosts]
         for reply in got:
             if reply.status_code == 403:
                 assert reply.json()["error"]["code"] == "host_not_allowed"

@@ -19,8 +19,8 @@ static_assert(!HALF || TEAM == 1, "8 tokens are one tile");
 // rounds. Smaller blocks fit several times anyway.
 constexpr int MOST_THREADS = HALF || THREADS > 256 ? THREADS : 256, RESIDENT = THREADS > 128 && THREADS <= 256 ? 2 : 1;
 
-// Without ``any`` nothing is read. Half a tile has no other instructions for that: registers hold what they held, and of
-// queries and keys nobody looks at it.
+// Without ``any`` nothing is read. In half a tile registers then keep their old values: those of rows and tokens that do
+// not exist, whose results are dropped.
 __device__ __forceinline__ void load_16_bytes(u32 (&to)[4], const char* from, bool any) {
 #if HALF
   asm volatile("{.reg .pred any; setp.ne.u32 any, %5, 0; @any ld.global.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];}"
@@ -38,7 +38,7 @@ __device__ __forceinline__ void own_16_bytes(u32 (&to)[4], u32 from) {
                : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(from) : "memory");
 }
 
-// A product over 8 tokens, of which no sums are there yet.
+// The first product over 8 tokens; there are no sums to add to.
 __device__ __forceinline__ void mma_8_tokens(float* c, u32 a0, u32 a1, u32 b) {
   asm volatile("mma.sync.aligned.m16n8k8.row.col.f32." TYPE "." TYPE ".f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%7,%7,%7,%7};"
                : "=f"(c[0]), "=f"(c[1]), "=f"(c[2]), "=f"(c[3]) : "r"(a0), "r"(a1), "r"(b), "f"(0.f));
