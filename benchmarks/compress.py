@@ -192,7 +192,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--llama_cpp", type=Path, help="folder that has the package llama_cpp")
     parser.add_argument("--only", nargs="+", help="rows to measure; the record has those of earlier runs too")
     parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--draw", action="store_true", help="draw the plot of the published record again, no more")
+    parser.add_argument("--draw", action="store_true", help="redraw the plot from the record")
     parser.add_argument("--child", nargs=2, metavar=("PART", "NAME"), help=argparse.SUPPRESS)
     parser.add_argument("--work", type=Path, help="folder to keep models in")
     parser.add_argument("--out", type=Path, help="folder of the JSON file")
