@@ -66,7 +66,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend(const __grid_con
   if (count) { tile = stream_tile(base, 0, member, low); to_stream(); }
 #endif
   const int* table = a.pages + (i64)f0.x * a.pages_r;
-// Pages of up to 64 tokens change with nearly every tile of a warp. Wider heads gain nothing: their tiles take longer.
+// Pages of up to 64 tokens change with nearly every tile of a warp. Wider heads did not become faster by this.
 #define PAGES_AHEAD (H <= 64 && PAGE <= 64 && !(FIXED && TEAM < 8))
 #if !PAGES_AHEAD
   int page = 0;
