@@ -146,7 +146,7 @@ struct Linear {
     }
 
     // Requests the first weights that this thread will read in run().
-    void announce(int thread, int threads, std::atomic<int64_t>* taken) const {
+    PREFETCHING void announce(int thread, int threads, std::atomic<int64_t>* taken) const {
         const Share mine = cut_by_rows(threads) ? Share{0, weight.outputs} : queue(thread, threads, taken).own();
         const int64_t bytes = row_bytes(weight, Dtype(dtype)), left = (mine.end - mine.begin) * bytes;
         prefetch(static_cast<const char*>(weight.values) + mine.begin * bytes, left < AHEAD ? left : AHEAD);
