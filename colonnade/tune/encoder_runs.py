@@ -158,6 +158,7 @@ def _run_config(
     return RunConfig(
         name=f"lr{lr:g}-batch{batch}-seed{seed}", runs=settings.runs / name, device=settings.device, model=model,
         data=DataConfig(sequence=longest, seed=seed), plan=settings.plan, train=train,
+        distill=settings.distill,
     )  # fmt: skip
 
 
