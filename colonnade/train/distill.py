@@ -247,8 +247,7 @@ def _check_models(run: RunConfig, teacher: ModelConfig) -> None:
     elif not (teacher.causal and model.causal) or (teacher.task_head, model.task_head) != ("unembed", "unembed"):
         raise ConfigError(
             f"distillation is for models that predict the next token, here '{model.task_head}' from "
-            f"'{teacher.task_head}', and for classifiers by colonnade finetune --method classify; leave distill.teacher "
-            "out"
+            f"'{teacher.task_head}', and for classifiers (colonnade finetune --method classify); leave it out"
         )
     if teacher.positions == "learned" and teacher.context < run.data.sequence:
         raise ConfigError(

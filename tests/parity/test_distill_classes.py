@@ -222,15 +222,20 @@ def test_a_run_resumes_bit_for_bit(loss: str, teachers: dict[str, str], tmp_path
 @pytest.mark.slow
 def test_the_student_learns_the_teachers_answers(tmp_path: Path) -> None:
     """From a teacher that was fine-tuned, without the labels."""
-    settings = {"steps": 150, "batch": 10, "save_every": 0, "warmup": 4, "clip": 1.0, "dtype": "float32"}
-    teacher = config(tmp_path, DistillConfig(), **settings).replace(name="teacher", model=MODEL)
-    fit(teacher, examples())
-    assert accuracy(colonnade.load(teacher.folder, device="cpu").transformer, examples()) >= 0.9
+    settings = {"steps": 120, "batch": 10, "save_every": 0, "warmup": 4, "clip": 1.0, "dtype": "float32", "min_lr": 0}
+    run = config(tmp_path, DistillConfig(), **settings).replace(name="teacher", model=MODEL.replace(layers=1))
+    fit(run, examples())
+    teacher = colonnade.load(run.folder, device="cpu").transformer
+    assert accuracy(teacher, examples()) >= 0.65
+    with torch.no_grad():
+        answers = forward(teacher, examples())[0].argmax(1).tolist()
+    assert len(set(answers)) > 1
+    given = [example._replace(label=answer) for example, answer in zip(examples(), answers, strict=True)]
     for loss in ("kl", "dist"):
-        imitate = DistillConfig(teacher=str(teacher.folder), loss=loss, mix=0)
-        run = config(tmp_path, imitate, **settings).replace(name=loss)
-        fit(run, [example._replace(label=0) for example in examples()])
-        assert accuracy(colonnade.load(run.folder, device="cpu").transformer, examples()) >= 0.9
+        imitate = DistillConfig(teacher=str(run.folder), loss=loss, mix=0)
+        student = config(tmp_path, imitate, **settings).replace(name=loss)
+        fit(student, [example._replace(label=0) for example in examples()])
+        assert accuracy(colonnade.load(student.folder, device="cpu").transformer, given) >= 0.9
 
 
 def test_a_shallower_student_starts_from_the_teachers_layers(teachers: dict[str, str], tmp_path: Path) -> None:
