@@ -81,6 +81,7 @@ class Settings:
     """Students that are trained at the same time."""
     words: int = WORDS
     teacher: str = "minilm"
+    """The encoder that is fine-tuned."""
     rates: tuple[float, ...] = RATES
     temperature: float = 2.0
 
@@ -357,12 +358,14 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--held-out", type=int, default=2000)
     parser.add_argument("--words", type=int, default=WORDS)
     parser.add_argument("--rates", nargs="+", type=float, default=list(RATES), help="learning rates to try")
+    parser.add_argument("--encoder", default="minilm", help="what the teacher is fine-tuned from")
     parser.add_argument("--temperature", type=float, default=2.0)
     parser.add_argument("--workers", type=int, help="default: 4, 1 a core on fewer cores")
     parser.add_argument("--clients", type=int, help="default: 4 a worker")
     parser.add_argument("--seconds", type=float, default=4)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", type=Path, default=None, help="folder of the JSON file")
+    parser.add_argument("--no-picture", action="store_true")
     parser.add_argument("--redraw", action="store_true", help="draw the record again")
     parser.add_argument("--tiny", action="store_true", help="a few passages and steps; writes no record")
     args = parser.parse_args(argv)
@@ -375,7 +378,7 @@ def main(argv: list[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as folder:
         settings = Settings(
             args.keep or Path(folder), args.device, args.seeds, args.labelled, args.passages, args.held_out, args.steps,
-            jobs=args.jobs, words=args.words, rates=tuple(args.rates), temperature=args.temperature,
+            jobs=args.jobs, words=args.words, teacher=args.encoder, rates=tuple(args.rates), temperature=args.temperature,
         )  # fmt: skip
         settings.keep.mkdir(parents=True, exist_ok=True)
         measure(settings, args)
@@ -404,7 +407,8 @@ def measure(settings: Settings, args: argparse.Namespace) -> None:
     )
     folder = folder_of(args.out, toy=args.tiny)
     report("student_ladder_cpu", rows, notes, headlines=heads, folder=folder)
-    draw(rows, folder / "student_ladder.png" if args.tiny or args.out else PICTURE)
+    if not args.no_picture:
+        draw(rows, folder / "student_ladder.png" if args.tiny or args.out else PICTURE)
 
 
 if __name__ == "__main__":
