@@ -18,7 +18,7 @@ Every student takes as many steps, at the learning rate that was best for its lo
 other training speeches than those it learns from). The teacher's accuracy is that of one run.
 
 Serving is measured as in ``cpu_ladder.py``: as many workers, closed loops of HTTP requests with one passage each, on
-the same cores. Servers of all rungs run, and are asked in turn; the median of the rounds counts.
+the same cores. Servers of all rungs run, and are asked in turn; the median of the rounds counts (default: one round).
 
     default     the teacher; each worker has a thread for each core
     pinned      the teacher; each worker has cores of its own (``--serve.replicas``)
@@ -243,6 +243,8 @@ def text_folders(settings: Settings, known: dict[str, Any]) -> Path:
 
 def serve_all(settings: Settings, known: dict[str, Any], args: argparse.Namespace) -> dict[str, list[Served]]:
     """The rounds of each rung."""
+    if args.cores:
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: args.cores])
     machine = read_machine()
     workers = args.workers or min(4, machine.usable)
     ladder = cpu_ladder.Settings(
@@ -259,7 +261,7 @@ def serve_all(settings: Settings, known: dict[str, Any], args: argparse.Namespac
     with ExitStack() as stack:
         urls = {step.name: stack.enter_context(cpu_ladder.started("text", step, ladder)) for step in steps}
         for number in range(args.rounds + 1):  # the first is a warm-up
-            for step in steps:
+            for step in steps if number == 1 else steps[1:]:
                 seconds = args.seconds if number else min(cpu_ladder.WARM_UP_S, args.seconds)
                 request = {"json": {"input": [text]}}
                 result = closed_loop(urls[step.name], request, ladder.clients, seconds, ladder.patience_s)
@@ -360,6 +362,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--rates", nargs="+", type=float, default=list(RATES), help="learning rates to try")
     parser.add_argument("--encoder", default="minilm", help="what the teacher is fine-tuned from")
     parser.add_argument("--temperature", type=float, default=2.0)
+    parser.add_argument("--cores", type=int, help="serve on as many cores; default: all")
     parser.add_argument("--workers", type=int, help="default: 4, 1 a core on fewer cores")
     parser.add_argument("--clients", type=int, help="default: 4 a worker")
     parser.add_argument("--seconds", type=float, default=4)
@@ -378,7 +381,8 @@ def main(argv: list[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as folder:
         settings = Settings(
             args.keep or Path(folder), args.device, args.seeds, args.labelled, args.passages, args.held_out, args.steps,
-            jobs=args.jobs, words=args.words, teacher=args.encoder, rates=tuple(args.rates), temperature=args.temperature,
+            jobs=args.jobs, words=args.words, teacher=args.encoder, rates=tuple(args.rates),
+            temperature=args.temperature,
         )  # fmt: skip
         settings.keep.mkdir(parents=True, exist_ok=True)
         measure(settings, args)
