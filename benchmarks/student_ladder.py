@@ -131,8 +131,8 @@ def trained(name: str, model: ModelConfig, settings: Settings, rows: list[Exampl
     distill = given.pop("distill", DistillConfig())
     train = TrainConfig(
         batch=settings.batch, micro_batch=settings.batch, min_lr=0, schedule="linear", weight_decay=0.01,
-        dtype="bfloat16" if settings.device == "cuda" else "float32", eval_every=0, log_every=10_000, dropout=0.1, compile=False,
-        check_memory=False, **given,
+        dtype="bfloat16" if settings.device == "cuda" else "float32", eval_every=0, log_every=10_000, dropout=0.1,
+        compile=False, check_memory=False, **given,
     )  # fmt: skip
     run = RunConfig(
         name=name, runs=settings.keep, device=settings.device, model=model, train=train, distill=distill,
