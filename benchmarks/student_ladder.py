@@ -34,10 +34,11 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,8 @@ from harness.rows import figures, line
 PERIODS = (1790, 1830, 1860, 1885, 1910, 1940, 1970, 1993)
 """First years."""
 WORDS, SEQUENCE = 160, 256
+QUOTED = 16
+"""Consecutive words that make a passage a quotation."""
 LOSSES = ("cross-entropy", "kl", "dist", "all labels")
 RATES = (5e-4, 1e-3, 2e-3)
 PUBLISHED = {"images": (2.1, 7.9, 61.9), "food": (2.5, 17.5, 84.5), "receipts": (20.0, None, 111.8)}
@@ -90,23 +93,39 @@ class Settings:
 
 
 def passages(settings: Settings) -> dict[str, list[tuple[str, int]]]:
-    """(text, period) of the labelled passages, of the unlabelled ones, of development, and of the test."""
-    draw = random.Random(0)
-    parts: dict[str, list[tuple[str, int]]] = {"labelled": [], "transfer": [], "development": [], "test": []}
-    sizes = settings.labelled, settings.passages, settings.held_out // 2, settings.held_out
-    for period, start in enumerate(PERIODS):
-        end = [*PERIODS, 10_000][period + 1]
+    """(text, period) of the labelled passages, of the unlabelled ones, of development, and of the test.
+
+    Speeches quote earlier ones: a held-out passage shares no 16 consecutive words with a training speech.
+    """
+    draw, length = random.Random(0), settings.words
+    groups = list[tuple[list[list[str]], list[list[str]], list[list[str]]]]()
+    for start, end in zip(PERIODS, [*PERIODS[1:], 10_000], strict=True):
         speeches = [text.split() for name, text in sotu_documents() if start <= int(name[:4]) < end]
         draw.shuffle(speeches)
         fifth, tenth = max(2, len(speeches) // 5), max(2, len(speeches) // 10)
-        groups = speeches[fifth + tenth :], speeches[fifth + tenth :], speeches[fifth : fifth + tenth], speeches[:fifth]
-        for rows, group, size in zip(parts.values(), groups, sizes, strict=True):
-            at = [(words, i) for words in group for i in range(0, max(1, len(words) - settings.words), 8)]
-            for words, i in draw.sample(at, min(len(at), size // len(PERIODS))):
-                rows.append((" ".join(words[i : i + settings.words]), period))
+        groups.append((speeches[fifth + tenth :], speeches[fifth : fifth + tenth], speeches[:fifth]))
+    seen = {hash(run) for train, _, _ in groups for words in train for run in runs_of(words)}
+    sizes = {"labelled": settings.labelled, "transfer": settings.passages, "development": settings.held_out // 2,
+             "test": settings.held_out}  # fmt: skip
+    parts: dict[str, list[tuple[str, int]]] = {name: [] for name in sizes}
+    for period, (train, development, test) in enumerate(groups):
+        for (name, rows), speeches in zip(parts.items(), (train, train, development, test), strict=True):
+            at = list[tuple[list[str], int]]()
+            for words in speeches:
+                quoted = [0, *accumulate(hash(run) in seen for run in runs_of(words))]
+                for i in range(0, len(words) - length + 1, 8):
+                    if speeches is train or quoted[i] == quoted[max(i, i + length - QUOTED + 1)]:
+                        at.append((words, i))
+            for words, i in draw.sample(at, min(len(at), sizes[name] // len(PERIODS))):
+                rows.append((" ".join(words[i : i + length]), period))
     for rows in parts.values():
         draw.shuffle(rows)
     return parts
+
+
+def runs_of(words: list[str]) -> Iterator[tuple[str, ...]]:
+    """All runs of :data:`QUOTED` consecutive words."""
+    return zip(*(words[i:] for i in range(QUOTED)), strict=False)
 
 
 def examples(tokenizer: Tokenizer, rows: Sequence[tuple[str, int]]) -> list[Example]:
