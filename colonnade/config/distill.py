@@ -37,7 +37,8 @@ class DistillConfig(Config):
     only the divergence counts (GKD, arXiv 2306.13649). One process."""
     cache: str = ""
     """A folder for the teacher's 64 most likely tokens of each token (0.5 KB), so that it answers each sample once, in
-    this run and in later ones: for kl, whose divergence then counts all other tokens as one."""
+    this run and in later ones: for kl, whose divergence then counts all other tokens as one. Of a classifier it keeps
+    all classes, for every loss."""
     weights: WeightFormat = "stored"
     """Storage format of the teacher's matrices (serve.weights)."""
     weight_group: WeightGroup = 64

@@ -28,7 +28,9 @@ class ClassAnswers:
     """What the teacher computed for the same examples."""
 
     logits_RC: Tensor
-    pooled_RD: Tensor
+    """Up to a constant for each example."""
+    pooled_RD: Tensor | None
+    """None: from a cache."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,7 @@ class ClassDistillation:
         z_RC = self.labels.logits(pooled_RD, output)
         total = class_distillation_sum(z_RC, self.labels.labels_R, self.teacher, self.loss, output.axes.dp, self.step)
         if self.loss.hidden > 0:
+            assert self.teacher.pooled_RD is not None, "a cache has no pooled vectors"
             ours_RD, theirs_RD = pooled_RD.to(total.dtype), self.teacher.pooled_RD.to(total.dtype)
             norms_R = theirs_RD.square().sum(1).clamp(min=TINY)
             total = total + self.loss.hidden * ((ours_RD - theirs_RD).square().sum(1) / norms_R).sum()

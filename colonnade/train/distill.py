@@ -97,7 +97,21 @@ class Distiller:
 
     @torch.no_grad()
     def _classes(self, stream: Stream, attend: Packed, first_R: Tensor) -> ClassAnswers:
-        return self._teacher_pass(stream, attend, TeacherClasses(first_R))
+        cache = self.cache
+        if cache is None:
+            return self._teacher_pass(stream, attend, TeacherClasses(first_R))
+
+        def answer() -> TopTokens:
+            logp_RC = self._teacher_pass(stream, attend, TeacherClasses(first_R)).logits_RC.float().log_softmax(1)
+            return TopTokens(torch.arange(cache.k, device=logp_RC.device).expand_as(logp_RC), logp_RC)
+
+        ends = attend.cu_seqlens[torch.searchsorted(attend.cu_seqlens, first_R.to(attend.cu_seqlens.dtype), right=True)]
+        inputs_2T = torch.stack((stream.tokens_T, torch.zeros_like(stream.tokens_T)))
+        if stream.segments_T is not None:
+            inputs_2T[1] = stream.segments_T
+        inputs_2T = inputs_2T.cpu()
+        keys = [cache.key(inputs_2T[:, a:b]) for a, b in zip(first_R.tolist(), ends.tolist(), strict=True)]
+        return ClassAnswers(self._from_cache(cache, keys, answer, first_R.device).logp_Tk, None)
 
     def _answer(self, stream: Stream, attend: Packed) -> Teacher:
         return self._teacher_pass(stream, attend, TeacherStates())
@@ -114,20 +128,29 @@ class Distiller:
 
     def _cached(self, cache: TeacherCache, stream: Stream, attend: Packed) -> TopTokens:
         """The answers for whole samples, from the cache if it has all of them."""
+
+        def answer() -> TopTokens:
+            teacher = self._answer(stream, attend)
+            assert self.teacher is not None
+            return teacher.top(cache.k, self.loss.temperature, self.tp, self.teacher.config.vocab_size)
+
         samples = stream.tokens_T.split(cache.sequence)
         positions = stream.positions_T.split(cache.sequence)
         keys = [cache.key(torch.cat(pair)) for pair in zip(samples, positions, strict=True)]
+        return self._from_cache(cache, keys, answer, stream.tokens_T.device)
+
+    def _from_cache(
+        self, cache: TeacherCache, keys: Sequence[bytes], answer: Callable[[], TopTokens], device: torch.device
+    ) -> TopTokens:
+        """The records of ``keys``; if one is missing, what ``answer`` computes for all, which is then kept."""
         found = [cache.find(key) for key in keys]
         if None in found:  # another rank may have added it
             cache.scan()
             found = [known or cache.find(key) for key, known in zip(keys, found, strict=True)]
-        device = stream.tokens_T.device
         missing = torch.tensor(any(each is None for each in found), dtype=torch.int32, device=device)
         if not int(self.tp.max_(missing)):  # all tensor-parallel ranks, which compute it together
             return TopTokens(*(torch.cat(part).to(device) for part in zip(*(t for t in found if t), strict=True)))
-        teacher = self._answer(stream, attend)
-        assert self.teacher is not None
-        top = teacher.top(cache.k, self.loss.temperature, self.tp, self.teacher.config.vocab_size)
+        top = answer()
         for i, (key, known) in enumerate(zip(keys, found, strict=True)):
             if known is None and self.tp.rank == 0:
                 cache.add(key, top.rows(slice(i * cache.sequence, (i + 1) * cache.sequence)))
@@ -183,10 +206,15 @@ def load_distiller(run: RunConfig, context: DistributedContext) -> Distiller | N
     if settings.cache:
         identity = {
             "teacher": fingerprint(opened.path), "weights": settings.weights, "weight_group": settings.weight_group,
-            "dtype": run.resolved(context.device.type).train.compute_dtype, "temperature": loss.temperature,
+            "dtype": run.resolved(context.device.type).train.compute_dtype,
         }  # fmt: skip
-        k = min(CACHED_TOKENS, opened.config.vocab_size)
-        cache = TeacherCache(Path(settings.cache), identity, run.data.sequence, k)
+        if run.model.task_head == "classes":
+            cache = TeacherCache(Path(settings.cache), identity, 1, opened.config.classes)
+        else:
+            k = min(CACHED_TOKENS, opened.config.vocab_size)
+            cache = TeacherCache(
+                Path(settings.cache), identity | {"temperature": loss.temperature}, run.data.sequence, k
+            )
     return Distiller(lambda: _load(opened, run, context), loss, context.axes.tp, cache)
 
 
@@ -227,8 +255,10 @@ def _check_classifiers(run: RunConfig, teacher: ModelConfig) -> None:
         )
     if settings.on_policy:
         raise ConfigError("distill.on_policy continues texts, and a classifier writes none; leave it out")
-    if settings.cache:
-        raise ConfigError("distill.cache keeps a teacher's most likely tokens, and a classifier has none; leave it out")
+    if settings.cache and settings.hidden:
+        raise ConfigError(
+            "distill.cache keeps the teacher's classes, and hidden compares pooled vectors; leave one of them out"
+        )
     if settings.loss == "dist" and run.train.batch == 1:
         raise ConfigError(
             "distill.loss dist compares the examples of a step, and train.batch is 1; set it to 2 or more"
@@ -270,7 +300,7 @@ def _check_models(run: RunConfig, teacher: ModelConfig) -> None:
                 f"--model.layers {teacher.layers // 2 or 1}"
             )
     if run.distill.cache:
-        if run.distill.loss != "kl" or run.distill.hidden:
+        if model.task_head != "classes" and (run.distill.loss != "kl" or run.distill.hidden):
             raise ConfigError(
                 f"distill.cache keeps the teacher's most likely tokens, which serve kl only, not {run.distill.loss} "
                 f"with hidden {run.distill.hidden:g}; leave distill.cache out"

@@ -24,6 +24,7 @@ from tests.worlds import assert_same
 from tests.worlds import run as in_world
 
 STUDENT = MODEL.replace(layers=1, width=16, heads=4, ffn_width=24)
+EXPERTS = {"moe": MoeConfig(experts=4, active=2, ffn_width=12)}
 CHOSEN = {
     "kl": DistillConfig(mix=0.3, temperature=2.0),
     "reverse": DistillConfig(loss="reverse", mix=0.25, temperature=1.5),
@@ -50,6 +51,8 @@ def teachers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         model = initialise(Transformer(config, dtype=torch.float64), 3).requires_grad_(False)
         for parameter in model.parameters():
             parameter.mul_(3)  # a teacher with opinions
+        if config.classes:
+            model.top.classes.weight.mul_(10)
         context = DistributedContext.solo(torch.device("cpu"))
         colonnade.save(colonnade.Model(model, None, context, name), folder / name)
     return {name: str(folder / name) for name in configs}
@@ -238,6 +241,44 @@ def test_the_student_learns_the_teachers_answers(tmp_path: Path) -> None:
         assert accuracy(colonnade.load(student.folder, device="cpu").transformer, given) >= 0.9
 
 
+def _losses(run: RunConfig) -> tuple[list[float], bool, int]:
+    """The losses of three steps, whether the teacher was loaded, and the examples in the cache."""
+    with (
+        DistributedContext.build(run.plan, "cpu") as context,
+        TrainingState(run, context, feed=example_feed(run, examples())) as training,
+    ):
+        losses = []
+        for _ in range(3):
+            outcome = training.step()
+            losses.append(float(context.axes.global_sum(outcome.loss_sum) / outcome.count))
+        distiller = training._step.distiller
+        assert distiller is not None
+        return losses, distiller.teacher is not None, len(distiller.cache or ())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", ["dist", "reverse"])
+def test_a_cache_answers_in_place_of_the_teacher(loss: str, teachers: dict[str, str], tmp_path: Path) -> None:
+    """At any temperature, under any layout, from single micro-batches or several."""
+    plain_run = config(tmp_path, DistillConfig(teacher=teachers["large"], loss=loss, mix=0.2, temperature=2.0))
+    ((expected, loaded, _),) = in_world(1, _losses, plain_run)
+    assert loaded
+    run = plain_run.replace(distill=plain_run.distill.replace(cache=str(tmp_path / "cache")))
+    ((first, loaded, kept),) = in_world(1, _losses, run)
+    assert loaded
+    assert kept == 20
+    assert first == pytest.approx(expected, rel=1e-6)
+    for plan, micro in ((Plan(), 8), (Plan(tp=2), 2), (Plan(dp=2), 2)):
+        split = run.replace(plan=plan, train=run.train.replace(micro_batch=micro))
+        for losses, loaded, _ in in_world(plan.world, _losses, split):
+            assert not loaded
+            assert losses == pytest.approx(expected, rel=1e-6)
+    other = run.replace(distill=run.distill.replace(temperature=1.0))
+    ((losses, loaded, _),) = in_world(1, _losses, other)
+    assert not loaded
+    assert losses != pytest.approx(expected, rel=1e-2)
+
+
 def test_a_shallower_student_starts_from_the_teachers_layers(teachers: dict[str, str], tmp_path: Path) -> None:
     run = config(
         tmp_path, DistillConfig(teacher=teachers["equal"], init="layers"), steps=1, lr=1e-12, min_lr=0, warmup=0
@@ -270,7 +311,8 @@ def test_what_does_not_apply_is_refused(teachers: dict[str, str], tmp_path: Path
     refused("has the head 'encoder' and does not classify; fine-tune it first", "encoder")
     refused("has 1 segments and the run's model 2; set model.segments 1", "one_segment")
     refused("distill.on_policy continues texts, and a classifier writes none", on_policy=0.5)
-    refused("distill.cache keeps a teacher's most likely tokens", cache=str(tmp_path / "c"))
+    refused("distill.cache keeps the teacher's classes, and hidden compares", "equal", cache="c", hidden=0.5)
+    refused("ep=2 with etp=1 runs it on all", "experts", plan=Plan(dp=2, ep=2), model=EXPERTS, cache="c")
     refused("compares the examples of a step, and train.batch is 1", loss="dist", batch=1)
     refused("equal widths, and the teacher has 32 and the model 16", hidden=1.0)
     refused("pp=1 and cp=2", plan=Plan(cp=2))
