@@ -160,7 +160,8 @@ class ExampleFeed:
         self._sha256 = examples.sha256
         self.tokenizer = start_tokenizer(run)
         if run.distill.teacher and self.tokenizer is not None:
-            teacher, some = open_model(run.distill.teacher), examples.at(0)[0].tolist()
+            teacher = open_model(run.distill.teacher)
+            some = [token for i in range(min(16, len(examples))) for token in examples.at(i)[0].tolist()]
             remedy = "use a student with the teacher's tokenizer"
             check_same_encoding(
                 teacher, run.distill.teacher, "distill.teacher", self.tokenizer, some, self.name, remedy

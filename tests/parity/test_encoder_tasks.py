@@ -12,6 +12,7 @@ import tokenizers
 import torch
 import transformers
 
+from colonnade.api import load, save
 from colonnade.checkpoint import native
 from colonnade.checkpoint.hf.write import write_hf
 from colonnade.checkpoint.load_model import open_model
@@ -416,6 +417,15 @@ def test_command_with_a_teacher(start: Path, tmp_path: Path, capsys: pytest.Capt
     assert newest is not None
     kept = native.read_meta(newest).run
     assert kept is not None and (kept.distill.teacher, kept.distill.loss) == (teacher, "dist")
+    folder = tmp_path / "named"
+    with load(teacher, device="cpu") as model:
+        save(model, folder, format="hf")
+    named = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(named | {"id2label": {"0": "1", "1": "0"}}))
+    with pytest.raises(SystemExit):
+        main([*words, "classify", "--name", "named", "--distill.teacher", str(folder)])
+    said = " ".join(capsys.readouterr().err.split())
+    assert "has the classes 1, 0 and the data 0, 1; use a teacher with the same labels in the same order" in said
     (tmp_path / "choice").mkdir()
     words[3] = words[5] = str(write_data(tmp_path / "choice", "choice"))
     with pytest.raises(SystemExit):
