@@ -5,19 +5,22 @@ from pathlib import Path
 import pytest
 import torch
 
+import colonnade
 import student_ladder
 from colonnade.config.presets import preset
 from colonnade.data.readers import sotu_documents
-from colonnade.model import Transformer
+from colonnade.model import Transformer, initialise
+from colonnade.parallel.distributed_context import DistributedContext
 from harness.http_load import Served
 from student_ladder import PERIODS, Settings, StudentJob
+from tests.tokens import wordpiece
 
 
 def test_test_speeches_are_not_trained_on() -> None:
-    settings = Settings(Path(), "cpu", labelled=80, passages=160, held_out=80, words=24)
+    settings = Settings(Path(), "cpu", labelled=40, passages=80, held_out=40, words=24)
     parts = student_ladder.passages(settings)
     assert {name: len(rows) for name, rows in parts.items()} == {
-        "labelled": 80, "transfer": 160, "development": 40, "test": 80
+        "labelled": 40, "transfer": 80, "development": 20, "test": 40
     }  # fmt: skip
     for rows in parts.values():
         assert {label: sum(other == label for _, other in rows) for _, label in rows} == dict.fromkeys(
@@ -37,6 +40,28 @@ def test_the_student_has_a_ninth_of_the_weights() -> None:
         model = Transformer(config, device=torch.device("meta"))
         sizes.append(sum(p.numel() for p in model.blocks.parameters() if p.dim() == 2))
     assert sizes[0] == 9 * sizes[1]
+
+
+def test_students_start_from_the_teachers_first_layer(tmp_path: Path) -> None:
+    """With the hidden units whose weights are largest."""
+    config = preset("bert-base").replace(
+        vocab_size=60, layers=6, width=16, heads=2, kv_heads=2, head_width=8, ffn_width=12, context=32,
+        task_head="classes", classes=4,
+    )  # fmt: skip
+    teacher = initialise(Transformer(config), 0).requires_grad_(False)
+    layer = teacher.blocks[0].ffn
+    layer.up.weight[::2] *= 10
+    layer.up.bias.copy_(torch.arange(12))
+    context = DistributedContext.solo(torch.device("cpu"))
+    student_ladder.write_start(tmp_path / "start", colonnade.Model(teacher, wordpiece(), context, "teacher"))
+    start = colonnade.load(tmp_path / "start", device="cpu", dtype="float32").transformer
+    assert len(start.blocks) == 1
+    assert torch.equal(start.embed.tokens.weight, teacher.embed.tokens.weight)
+    assert torch.equal(start.top.classes.weight, teacher.top.classes.weight)
+    own = start.blocks[0].ffn
+    assert own.up.bias.tolist() == [0, 2, 4, 6, 8, 10]
+    assert torch.equal(own.up.weight, layer.up.weight[::2])
+    assert torch.equal(own.down.weight, layer.down.weight[:, ::2])
 
 
 def test_rows_and_picture(tmp_path: Path) -> None:
