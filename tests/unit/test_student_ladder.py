@@ -16,6 +16,7 @@ from student_ladder import PERIODS, Settings, StudentJob
 from tests.tokens import wordpiece
 
 
+@pytest.mark.slow
 def test_test_speeches_are_not_trained_on() -> None:
     settings = Settings(Path(), "cpu", labelled=40, passages=80, held_out=40, words=24)
     parts = student_ladder.passages(settings)
