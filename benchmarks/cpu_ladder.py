@@ -21,7 +21,8 @@ SmolLM2-135M. Steps, each with as many workers:
     pinned      and cores, affinity and waiting of colonnade.cores: ``--serve.replicas`` for text and chat
     int8, int4  and quantised weights; images and text: bfloat16 weights
     student     a model in the place of a distilled one, with random weights: ResNet-18 at 224 x 224; half of the
-                classifier's layers in bfloat16; a third of SmolLM2's layers in int4
+                classifier's layers in bfloat16; a third of SmolLM2's layers in int4 (student_ladder.py has a
+                classifier that was distilled, with its accuracy)
 
 Clients are closed loops, bound to the workers in turn (pinned engines: to their router), and use the same cores. One
 service runs at a time; steps alternate over the rounds, each with servers of its own, after a warm-up. A round ends
