@@ -41,8 +41,9 @@ class Batch(NamedTuple):
     def to(self, device: torch.device) -> "Batch":
         """The batch on ``device``."""
         sound_TA, *others = self.frames
-        frames = Frames(sound_TA.to(device), *(None if x is None else x.to(device) for x in others))
-        return self._replace(frames=frames, letters_P=self.letters_P.to(device))
+        moved = (None if x is None else x.to(device, non_blocking=True) for x in others)
+        frames = Frames(sound_TA.to(device, non_blocking=True), *moved)
+        return self._replace(frames=frames, letters_P=self.letters_P.to(device, non_blocking=True))
 
 
 class Example(NamedTuple):

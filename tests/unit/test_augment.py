@@ -150,7 +150,7 @@ def test_speed_raises_a_tone():
 
 def test_batches_prepared_ahead_are_those_of_their_steps(corpus, monkeypatch):
     """As for a GPU, whole and in order; augmented without noise from step ``clean`` on."""
-    monkeypatch.setattr(fit, "PREFETCH_STEPS", 3)
+    monkeypatch.setattr(fit, "PREFETCH_PROCESSES", 2)
     settings = fit.FitSettings(steps=9, batch=3, clean=4, augment=True, noise=False)
     data = Corpus(corpus, SEEING, "train")
     prepared = fit._batches(data, settings, range(2, 9), gpu=True)

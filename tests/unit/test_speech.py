@@ -328,6 +328,19 @@ def test_spoken_sentences(spoken):
         fit_data(spoken)
 
 
+def test_texts_and_voices_do_not_depend_on_the_workers(spoken, tmp_path):
+    from colonnade.speech.data import make_data, read_manifest
+
+    made = make_data(tmp_path / "data", 9, 3, workers=2)
+    keys = ("audio", "text", "split", "speaker")
+    assert made == read_manifest(tmp_path / "data")
+    assert [[getattr(one, key) for key in keys] for one in made] == [
+        [getattr(one, key) for key in keys] for one in read_manifest(spoken)
+    ]
+    with pytest.raises(DataError, match="0 workers"):
+        make_data(tmp_path / "none", 9, 3, workers=0)
+
+
 def fit_data(folder) -> None:
     from colonnade.speech.data import make_data
 
