@@ -19,9 +19,7 @@ Recogniser = Annotated[
 ]
 
 
-def data(
-    out: Path = Path("speech-data"), train: int = 1600, test: int = 60, seed: int = 0, workers: int = 1
-) -> None:
+def data(out: Path = Path("speech-data"), train: int = 1600, test: int = 60, seed: int = 0, workers: int = 1) -> None:
     """Synthesise sentences of a small grammar with espeak-ng: recordings, texts and phoneme times.
 
     Args:
