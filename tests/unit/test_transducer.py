@@ -3,15 +3,18 @@
 import itertools
 import math
 
+import numpy as np
 import pytest
 import torch
 
 from colonnade.config import Plan
-from colonnade.errors import DataError
+from colonnade.config.speech import SpeechConfig
+from colonnade.errors import ConfigError, DataError
 from colonnade.kernels.ctc import align, greedy, prefix_beam
 from colonnade.kernels.transducer.reference import transducer_loss
 from colonnade.model.transducer_loss import Joint
 from colonnade.parallel.distributed_context import DistributedContext
+from colonnade.speech.letter_lm import ORDER, Fusion, LetterModel
 from colonnade.speech.predictor import LstmPredictor, StatelessPredictor
 from colonnade.speech.search import BeamSearch, GreedySearch
 from tests.worlds import assert_same, run
@@ -219,6 +222,48 @@ def test_wide_beam_equals_enumeration(searched):
         for labels in itertools.product(range(1, V), repeat=n):
             loss = joint.loss(own, predictor([labels]), [2], [labels])
             assert abs(scores[labels] + loss.item()) < 1e-10
+
+
+def test_letter_probabilities_are_those_of_counted_ngrams():
+    """Of every context in a text and of some that are not in it, by the definition."""
+    config, texts = SpeechConfig(letters="ab "), ["ab abba", "", "bab ab", "a" * 20]
+    model = LetterModel(config, texts)
+    stream = [label for text in texts if text for label in (0, *config.labels(text))] + [0] * ORDER
+
+    def probability(label: int, context: tuple[int, ...]) -> float:
+        n, longest = len(context), len(stream) - ORDER
+        after = [stream[i + n] for i in range(longest) if tuple(stream[i : i + n]) == context]
+        shorter = probability(label, context[1:]) if context else 1 / 4
+        return (after.count(label) + len(set(after)) * shorter) / (len(after) + len(set(after))) if after else shorter
+
+    contexts = {tuple(stream[i : i + n]) for i in range(40) for n in range(ORDER)} | {(3, 3), (0, 3, 1)}
+    for context in contexts:
+        expected = [probability(label, context) for label in range(4)]
+        assert np.abs(model.probabilities(context) - expected).max() < 1e-12
+        assert abs(model.probabilities((2, 1, *context, *context, *context)).sum() - 1) < 1e-12
+    long = tuple([1] * 30)
+    assert np.array_equal(model.probabilities(long), model.probabilities(long[: ORDER - 1]))
+    with pytest.raises(DataError, match="needs text"):
+        LetterModel(config, [""])
+    with pytest.raises(ConfigError, match="at most 31 letters"):
+        LetterModel(config.replace(pieces=("▁a", "b")), texts)
+
+
+@pytest.mark.parametrize("cut", [1, 9])
+def test_wide_beam_with_a_language_model_equals_enumeration(searched, cut):
+    """Scores are log p(labels) and the weighted log-probabilities of the labels, also after a final label."""
+    predictor, joint, frames = searched
+    model = LetterModel(SpeechConfig(letters="abcd"), ["abcd", "dab", "bcbc"])
+    own = frames[0][:2]
+    search = BeamSearch(predictor, joint.logprobs, 1, beam=500, max_labels=2, fusion=Fusion(model, 0.7))
+    for part in own.split(cut):
+        search.push([part])
+    scores = {h.labels: h.score for h in search.hypotheses[0]}
+    for n in range(3):
+        for labels in itertools.product(range(1, V), repeat=n):
+            loss = joint.loss(own, predictor([labels]), [2], [labels])
+            letters = sum(math.log(model.probabilities((0, *labels[:i]))[labels[i]]) for i in range(n))
+            assert abs(scores[labels] + loss.item() - 0.7 * letters) < 1e-10
 
 
 def test_beam_of_one_stream_equals_the_beam_among_others(searched):

@@ -1,0 +1,76 @@
+"""A letter n-gram language model made from text, for beam searches (shallow fusion).
+
+Probabilities are interpolated over contexts h of ORDER − 1 letters and fewer (Witten and Bell, 1991), h′ being h
+without its first letter:
+
+    P(c | h) = (count(h c) + kinds(h) · P(c | h′)) / (count(h) + kinds(h))        kinds(h): different letters after h
+
+The text is stored as one integer for each place, its next ORDER letters in BITS each, sorted: all counts after a
+context are differences of positions that a binary search finds, so there are no tables of n-grams.
+"""
+
+from collections.abc import Iterable
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from colonnade.config.speech import SpeechConfig
+from colonnade.errors import ConfigError, DataError
+
+ORDER, BITS = 12, 5
+CACHED = 1 << 16
+"""Contexts whose probabilities are kept."""
+START = 0
+"""In the place of a letter: the start of a text, and its end. It is the label of the blank."""
+
+
+class LetterModel:
+    """Probabilities of the next letter after the last ORDER − 1, from texts in a recogniser's letters."""
+
+    def __init__(self, config: SpeechConfig, texts: Iterable[str]):
+        if config.pieces or config.vocab_size > 1 << BITS:
+            raise ConfigError(
+                f"a letter model has at most {(1 << BITS) - 1} letters, and this recogniser's labels are pieces or more"
+            )
+        labels = [label for text in texts if text for label in (START, *config.labels(text))]
+        if not labels:
+            raise DataError("a letter model needs text; give some")
+        self.labels = config.vocab_size
+        padded = np.array([*labels, *[START] * ORDER], np.int64)
+        keys = np.zeros(len(labels), np.int64)
+        for i in range(ORDER):
+            keys = (keys << BITS) | padded[i : i + len(labels)]
+        self.keys = np.sort(keys)
+        self._cached = lru_cache(CACHED)(self._probabilities)
+
+    def probabilities(self, context: tuple[int, ...]) -> np.ndarray:
+        """P of each label after ``context``, labels of which the first may be START; START is the end of the text."""
+        return self._cached(context[-(ORDER - 1) :])
+
+    def logprobs(self, context: tuple[int, ...]) -> Tensor:
+        """Their logarithms, float64."""
+        return torch.from_numpy(np.log(self.probabilities(context)))
+
+    def _probabilities(self, context: tuple[int, ...]) -> np.ndarray:
+        shorter = self._cached(context[1:]) if context else np.full(self.labels, 1 / self.labels)
+        packed = 0
+        for label in context:
+            packed = packed << BITS | label
+        bounds = ((packed << BITS) + np.arange(self.labels + 1)) << BITS * (ORDER - 1 - len(context))
+        counts = np.diff(np.searchsorted(self.keys, bounds))
+        kinds = np.count_nonzero(counts)
+        return (counts + kinds * shorter) / (counts.sum() + kinds) if kinds else shorter
+
+
+class Fusion(NamedTuple):
+    """Adds ``weight`` · log P of each letter to a hypothesis' score."""
+
+    model: LetterModel
+    weight: float = 0.4
+
+    def logprobs(self, contexts: list[tuple[int, ...]]) -> Tensor:
+        """What is added for each label after each context, (R, V)."""
+        return self.weight * torch.stack([self.model.logprobs(each) for each in contexts])
