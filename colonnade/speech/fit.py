@@ -61,7 +61,9 @@ class FitSettings(NamedTuple):
     noises: Path | None = None
     """Folder with further recordings of noise."""
     augment: bool = False
-    """Also apply rooms, codecs, masks and crops."""
+    """Also apply speeds, rooms, codecs, masks and crops."""
+    rooms: bool = True
+    """With ``augment``: apply rooms and codecs, too."""
     pretrained: Path | None = None
     """A recogniser of the same shapes whose weights training begins with."""
 
@@ -208,7 +210,7 @@ def train_batch(corpus: Corpus, settings: FitSettings, step: int, part: int = 0,
     random = np.random.Generator(np.random.PCG64([settings.seed, step, part]))
     indices = batch_indices(len(corpus.samples), settings, step)[part::parts]
     later = step >= settings.clean
-    return corpus.train_batch(indices, random, settings.noise and later, settings.augment and later)
+    return corpus.train_batch(indices, random, settings.noise and later, settings.augment and later, settings.rooms)
 
 
 def step_sizes(model: SpeechModel, settings: FitSettings, step: int) -> Segments:

@@ -9,7 +9,7 @@ The text is stored as one integer for each place, its next ORDER letters in BITS
 context are differences of positions that a binary search finds, so there are no tables of n-grams.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -50,10 +50,6 @@ class LetterModel:
         """P of each label after ``context``, labels of which the first may be START; START is the end of the text."""
         return self._cached(context[-(ORDER - 1) :])
 
-    def logprobs(self, context: tuple[int, ...]) -> Tensor:
-        """Their logarithms, float64."""
-        return torch.from_numpy(np.log(self.probabilities(context)))
-
     def _probabilities(self, context: tuple[int, ...]) -> np.ndarray:
         shorter = self._cached(context[1:]) if context else np.full(self.labels, 1 / self.labels)
         packed = 0
@@ -66,11 +62,19 @@ class LetterModel:
 
 
 class Fusion(NamedTuple):
-    """Adds ``weight`` · log P of each letter to a hypothesis' score."""
+    """Adds ``weight`` · log Σ share · P of each letter to a hypothesis' score.
 
-    model: LetterModel
+    A model of few texts of one's own beside one of much other text is better than one of both.
+    """
+
+    models: tuple[LetterModel, ...]
     weight: float = 0.4
+    shares: tuple[float, ...] = ()
+    """Of each model, with the sum 1; by default equal ones."""
 
-    def logprobs(self, contexts: list[tuple[int, ...]]) -> Tensor:
-        """What is added for each label after each context, (R, V)."""
-        return self.weight * torch.stack([self.model.logprobs(each) for each in contexts])
+    def logprobs(self, contexts: Sequence[tuple[int, ...]]) -> Tensor:
+        """What is added for each label after each context, (R, V), float64."""
+        shares = self.shares or (1 / len(self.models),) * len(self.models)
+        pairs = list(zip(shares, self.models, strict=True))
+        mixed = [np.sum([share * model.probabilities(each) for share, model in pairs], 0) for each in contexts]
+        return self.weight * torch.from_numpy(np.log(mixed))

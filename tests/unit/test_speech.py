@@ -177,7 +177,7 @@ def test_a_beam_in_streams_gives_the_text_of_whole_recordings(right):
 
 def test_a_language_model_in_streams_gives_the_text_of_whole_recordings():
     model, samples = talkative(TINY), sound(1.9, 7)
-    fusion = Fusion(LetterModel(model.config, ["a bad cab", "dab a cab"]), 3.0)
+    fusion = Fusion((LetterModel(model.config, ["a bad cab", "dab a cab"]),), 3.0)
     plain, text = (model.recognise(samples, beam=4, fusion=own) for own in (None, fusion))
     assert text != plain, "the language model changes nothing, so nothing is compared"
     assert "".join(listen(model, samples.split(900), beam=4, fusion=fusion)) == text

@@ -253,16 +253,18 @@ def test_letter_probabilities_are_those_of_counted_ngrams():
 def test_wide_beam_with_a_language_model_equals_enumeration(searched, cut):
     """Scores are log p(labels) and the weighted log-probabilities of the labels, also after a final label."""
     predictor, joint, frames = searched
-    model = LetterModel(SpeechConfig(letters="abcd"), ["abcd", "dab", "bcbc"])
+    config = SpeechConfig(letters="abcd")
+    models = LetterModel(config, ["abcd", "dab", "bcbc"]), LetterModel(config, ["ddd"])
     own = frames[0][:2]
-    search = BeamSearch(predictor, joint.logprobs, 1, beam=500, max_labels=2, fusion=Fusion(model, 0.7))
+    search = BeamSearch(predictor, joint.logprobs, 1, beam=500, max_labels=2, fusion=Fusion(models, 0.7, (0.8, 0.2)))
     for part in own.split(cut):
         search.push([part])
     scores = {h.labels: h.score for h in search.hypotheses[0]}
     for n in range(3):
         for labels in itertools.product(range(1, V), repeat=n):
             loss = joint.loss(own, predictor([labels]), [2], [labels])
-            letters = sum(math.log(model.probabilities((0, *labels[:i]))[labels[i]]) for i in range(n))
+            each = [[m.probabilities((0, *labels[:i]))[labels[i]] for m in models] for i in range(n)]
+            letters = sum(math.log(0.8 * a + 0.2 * b) for a, b in each)
             assert abs(scores[labels] + loss.item() - 0.7 * letters) < 1e-10
 
 
