@@ -156,8 +156,9 @@ class SpeechModel(nn.Module):
         if letters_P is None:
             letters_P = torch.full((len(logprobs_PV),), UNKNOWN, device=y_TD.device)
         side = F.nll_loss(logprobs_PV, letters_P, ignore_index=UNKNOWN, reduction="sum") / parts
-        targets_P = letters_P.split([parts * n for n in lengths])
-        untimed = [i for i, own in enumerate(targets_P) if bool((own == UNKNOWN).any())]
+        targets_P = (letters_P == UNKNOWN).split([parts * n for n in lengths])
+        unknown_B = torch.stack([own.any() for own in targets_P]).tolist()  # one wait for the GPU
+        untimed = [i for i, unknown in enumerate(unknown_B) if unknown]
         if untimed:
             # One label per frame, from the mean of its logits: CTC learns far worse with four times as many labels.
             frames = self.letters(y_TD).unflatten(1, (parts, -1)).mean(1).log_softmax(1).split(list(lengths))
