@@ -11,6 +11,7 @@ from colonnade.config import Plan
 from colonnade.config.speech import SpeechConfig
 from colonnade.errors import ConfigError, DataError
 from colonnade.kernels.ctc import align, greedy, prefix_beam
+from colonnade.kernels.transducer import joint as joint_kernels
 from colonnade.kernels.transducer.reference import transducer_loss
 from colonnade.model.transducer_loss import Joint
 from colonnade.parallel.distributed_context import DistributedContext
@@ -114,6 +115,36 @@ def test_float32_loss_of_a_long_utterance():
         small.bias.copy_(b)
     exact = joint_of(w.double(), b.double()).loss(e.double(), p.double(), [T], [labels])
     assert abs((small.loss(e, p, [T], [labels]) / exact - 1).item()) < 1e-6
+
+
+def test_dead_cells_do_not_change_float32_gradients(monkeypatch):
+    """Most cells of a sharp lattice are left out; the gradients equal float64's. A NaN is never left out."""
+    T, U, seen = 60, 20, list[int]()
+    shapes = ((T, D), (U + 1, D), (V, D), (V,))
+    e, p, w, b = (4 * torch.randn(shape, generator=rng(i), dtype=torch.float64) for i, shape in enumerate(shapes))
+    labels = torch.randint(1, V, (U,), generator=rng(4)).tolist()
+    subtract = joint_kernels._subtract
+    monkeypatch.setattr(joint_kernels, "_subtract", lambda dz, *x: (seen.append(len(dz)), subtract(dz, *x)))
+
+    def gradients(dtype: torch.dtype, e: torch.Tensor) -> list[torch.Tensor]:
+        inputs = [x.to(dtype).requires_grad_() for x in (e, p, w, b)]
+        joint = Joint(D, V, dtype=dtype)
+        weights = {"joint.weight": inputs[2], "joint.bias": inputs[3]}
+        loss = torch.func.functional_call(Sum(joint), weights, tuple(inputs[:2]))
+        return list(torch.autograd.grad(loss, inputs))
+
+    class Sum(_Loss):
+        def forward(self, e, p):
+            return self.joint.loss(e, p, [T], [labels]).sum()
+
+    exact, found = gradients(torch.float64, e), gradients(torch.float32, e)
+    assert seen[0] > T * (U + 1) * 0.9, "float64 leaves out cells"
+    assert seen[2] < T * (U + 1) / 2, "few cells are dead, so nothing is tested"
+    for x, y in zip(found, exact, strict=True):
+        assert (x - y).norm() < 1e-6 * y.norm()
+    bad = e.clone()
+    bad[T // 2] = torch.nan
+    assert all(bool(x.isnan().any()) for x in gradients(torch.float32, bad))
 
 
 def _sharded(world: int) -> None:
