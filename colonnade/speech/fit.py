@@ -6,6 +6,7 @@ modalities. So a resumed run is bitwise equal to an uninterrupted one. Lock, sig
 """
 
 import os
+import signal
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -174,7 +175,7 @@ def _batches(
     processes = max(1, min(PREFETCH_PROCESSES, len(os.sched_getaffinity(0)) - 1))
     loader = DataLoader(
         _Steps(corpus, settings), batch_size=None, sampler=steps, num_workers=processes, collate_fn=_unchanged,
-        multiprocessing_context="fork", pin_memory=torch.cuda.is_available(),
+        multiprocessing_context="fork", pin_memory=torch.cuda.is_available(), worker_init_fn=_ignore_signals,
     )  # fmt: skip
     for batch in loader:
         yield [partial(_unchanged, batch)]
@@ -188,6 +189,12 @@ class _Steps(Dataset[Batch]):
 
     def __getitem__(self, step: int) -> Batch:
         return train_batch(self.corpus, self.settings, step, parts=1)
+
+
+def _ignore_signals(_: int) -> None:
+    """A signal to the process group must not end the workers: the training process finishes its step and saves."""
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, signal.SIG_IGN)
 
 
 def _unchanged(batch: Any) -> Any:
