@@ -71,7 +71,7 @@ class FitSettings(NamedTuple):
 
 def fit(
     config: SpeechConfig,
-    data: Path,
+    data: Path | Corpus,
     run: Path,
     settings: FitSettings,
     log: Callable[[int, float], None] | None = None,
@@ -79,13 +79,15 @@ def fit(
 ) -> Path:
     """Train to the last step and return its checkpoint, continuing from the newest one of ``run``.
 
+    ``data`` is a folder of recordings, or those to train on, loaded.
+
     ``run/metrics.jsonl`` has a line per step. After SIGTERM or SIGINT the step is finished and saved, and Interrupted
     is raised. Raises ConfigError for impossible settings, CheckpointError for a run of another recogniser or one in
     use.
     """
     if min(settings.steps, settings.batch, settings.save_every) < 1 or settings.lr <= 0 or settings.warmup < 0:
         raise ConfigError(f"{settings}: steps, batch, save_every and lr must be above 0, warmup not below")
-    corpus = Corpus(data, config, "train", settings.noises)
+    corpus = data if isinstance(data, Corpus) else Corpus(data, config, "train", settings.noises)
     with RunLock(run, SOLO) as lock, StopSignal(SOLO) as stop, ExitStack() as stack:
         remove_partials(run)
         model, first, state = SpeechModel(config, settings.seed), 0, {}

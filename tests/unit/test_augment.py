@@ -177,7 +177,8 @@ def test_a_signal_does_not_end_the_workers(corpus, number, monkeypatch):
     data, settings = Corpus(corpus, SEEING, "train"), fit.FitSettings(steps=9, batch=3)
     prepared = fit._batches(data, settings, range(9), gpu=True)
     next(prepared)
-    assert (workers := multiprocessing.active_children())
+    workers = multiprocessing.active_children()
+    assert workers
     for worker in workers:
         os.kill(worker.pid, number)
     assert len(list(prepared)) == 8
