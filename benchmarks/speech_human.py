@@ -18,7 +18,7 @@ reads the others COPIES times an epoch, the lines of actors in a computer game, 
 (:mod:`harness.game_speech`), and spoken sentences (espeak-ng, and flite's four voices): texts of the prompts and of the
 game, sentences from pairs of words of the prompts, and sentences of speeches. Speeds change by 10%, and runs of samples
 and bands of the spectrum are masked. Segments have 640 ms; the Emformers wait for 160 ms more. ``tiny`` is speech-tiny
-(1.1 M parameters), ``large`` 8 blocks of width 256 (8 M), ``conformer`` a Conformer of 8 blocks of width 256 (14 M).
+(1.1 M parameters), ``conformer-tiny`` the preset (1.3 M), ``large`` 8 blocks of width 256 (8 M), ``conformer`` a Conformer of 8 blocks of width 256 (14 M).
 Streams get 100 ms at a time, one thread. The language model predicts letters from texts of the prompts in training, of
 the game and of speeches (:mod:`colonnade.speech.letter_lm`). The peers get whole prompts: Whisper tiny.en (680,000
 hours of many voices; here, as in speech_peers.py) and pocketsphinx (its own English model), both made for any speech.
@@ -70,6 +70,7 @@ TINY = SPEECH_PRESETS["speech-tiny"].replace(segment=16, left=32, right=4)
 LARGE = {"layers": 8, "width": 256, "ffn_width": 1024, "joint_width": 256}
 CONFIGS = {
     "tiny": TINY,
+    "conformer-tiny": SPEECH_PRESETS["conformer-tiny"].replace(segment=16, left=48),
     "large": TINY.replace(**LARGE),
     "conformer": SPEECH_PRESETS["conformer-tiny"].replace(segment=16, left=48, subsampling_channels=64, **LARGE),
 }
