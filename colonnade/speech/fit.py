@@ -28,7 +28,6 @@ from colonnade.model.segments import Segments
 from colonnade.parallel.axis import SOLO, Axis
 from colonnade.speech.corpus import Batch, Corpus
 from colonnade.speech.data import word_errors
-from colonnade.speech.letter_lm import Fusion
 from colonnade.speech.model import SpeechModel
 from colonnade.train.loop import StopSignal
 from colonnade.train.lr_schedule import learning_rate
@@ -249,16 +248,13 @@ def word_error_rate(
     seed: int = 0,
     sizes: Segments | None = None,
     beam: int | None = None,
-    fusion: Fusion | None = None,
 ) -> float:
-    """Word errors per word in babble of other recordings; ``pictures``: with drawn mouths; greedy or by a beam, which
-    may have a language model.
-    """
+    """Word errors per word in babble of other recordings; ``pictures``: with drawn mouths; greedy or by a beam."""
     errors = words = 0
     for first in range(0, len(corpus.samples), TEST_BATCH):
         chosen = range(first, min(first + TEST_BATCH, len(corpus.samples)))
         frames, lengths, *_ = corpus.test_batch(chosen, snr, pictures, seed).to(model.joint.weight.device)
-        texts = model.texts(model.front_end(frames), lengths, sizes, beam, fusion)
+        texts = model.texts(model.front_end(frames), lengths, sizes, beam)
         for i, text in zip(chosen, texts, strict=True):
             errors += word_errors(corpus.recordings[i].text, text)
             words += len(corpus.recordings[i].text.split())

@@ -62,7 +62,7 @@ class LetterModel:
 
 
 class Fusion(NamedTuple):
-    """Adds ``weight`` · log Σ share · P of each letter to a hypothesis' score.
+    """Adds ``weight`` · log Σ share · P + ``bonus`` of each letter to a hypothesis' score.
 
     A model of few texts of one's own beside one of much other text is better than one of both.
     """
@@ -71,10 +71,12 @@ class Fusion(NamedTuple):
     weight: float = 0.4
     shares: tuple[float, ...] = ()
     """Of each model, with the sum 1; by default equal ones."""
+    bonus: float = 0.0
+    """Logarithms below 0 prefer texts of few letters; the bonus makes up for it."""
 
     def logprobs(self, contexts: Sequence[tuple[int, ...]]) -> Tensor:
         """What is added for each label after each context, (R, V), float64."""
         shares = self.shares or (1 / len(self.models),) * len(self.models)
         pairs = list(zip(shares, self.models, strict=True))
         mixed = [np.sum([share * model.probabilities(each) for share, model in pairs], 0) for each in contexts]
-        return self.weight * torch.from_numpy(np.log(mixed))
+        return self.weight * torch.from_numpy(np.log(mixed)) + self.bonus

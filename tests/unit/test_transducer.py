@@ -287,7 +287,9 @@ def test_wide_beam_with_a_language_model_equals_enumeration(searched, cut):
     config = SpeechConfig(letters="abcd")
     models = LetterModel(config, ["abcd", "dab", "bcbc"]), LetterModel(config, ["ddd"])
     own = frames[0][:2]
-    search = BeamSearch(predictor, joint.logprobs, 1, beam=500, max_labels=2, fusion=Fusion(models, 0.7, (0.8, 0.2)))
+    search = BeamSearch(
+        predictor, joint.logprobs, 1, beam=500, max_labels=2, fusion=Fusion(models, 0.7, (0.8, 0.2), 0.3)
+    )
     for part in own.split(cut):
         search.push([part])
     scores = {h.labels: h.score for h in search.hypotheses[0]}
@@ -296,7 +298,7 @@ def test_wide_beam_with_a_language_model_equals_enumeration(searched, cut):
             loss = joint.loss(own, predictor([labels]), [2], [labels])
             each = [[m.probabilities((0, *labels[:i]))[labels[i]] for m in models] for i in range(n)]
             letters = sum(math.log(0.8 * a + 0.2 * b) for a, b in each)
-            assert abs(scores[labels] + loss.item() - 0.7 * letters) < 1e-10
+            assert abs(scores[labels] + loss.item() - 0.7 * letters - 0.3 * n) < 1e-10
 
 
 def test_beam_of_one_stream_equals_the_beam_among_others(searched):
