@@ -13,15 +13,16 @@ The first writes the recordings and all texts to the run's folder, the second sp
 third measures on a CPU; without ``--device`` and ``--collect`` one command does all, for hours.
 
 The prompts are of one voice, without noise. 100 of at least four words are held out for the test and 30 for choosing
-the weight of the language model, drawn by a seed; no text of these is in training or in the language model. Training
-reads the others COPIES times an epoch, the lines of actors in a computer game, of many voices
+weight and bonus of the language model, drawn by a seed; no text of these is in training or in the language model.
+Training reads the others COPIES times an epoch, the lines of actors in a computer game, of many voices
 (:mod:`harness.game_speech`), and spoken sentences (espeak-ng, and flite's four voices): texts of the prompts and of the
 game, sentences from pairs of words of the prompts, and sentences of speeches. Speeds change by 10%, and runs of samples
 and bands of the spectrum are masked. Segments have 640 ms; the Emformers wait for 160 ms more. ``tiny`` is speech-tiny
-(1.1 M parameters), ``conformer-tiny`` the preset (1.3 M), ``large`` 8 blocks of width 256 (8 M), ``conformer`` a Conformer of 8 blocks of width 256 (14 M).
-Streams get 100 ms at a time, one thread. The language model predicts letters from texts of the prompts in training, of
-the game and of speeches (:mod:`colonnade.speech.letter_lm`). The peers get whole prompts: Whisper tiny.en (680,000
-hours of many voices; here, as in speech_peers.py) and pocketsphinx (its own English model), both made for any speech.
+(1.1 M parameters), ``conformer-tiny`` the preset (1.3 M), ``large`` 8 blocks of width 256 (8 M), ``conformer`` a
+Conformer of 8 blocks of width 256 (14 M). Streams get 100 ms at a time, one thread. The language model predicts letters
+from texts of the prompts in training, of the game and of speeches (:mod:`colonnade.speech.letter_lm`). The peers get
+whole prompts: Whisper tiny.en (680,000 hours of many voices; here, as in speech_peers.py) and pocketsphinx (its own
+English model), both made for any speech.
 """
 
 import argparse
