@@ -10,7 +10,6 @@ context are differences of positions that a binary search finds, so there are no
 """
 
 from collections.abc import Iterable, Sequence
-from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -22,7 +21,7 @@ from colonnade.errors import ConfigError, DataError
 
 ORDER, BITS = 12, 5
 CACHED = 1 << 16
-"""Contexts whose probabilities are kept."""
+"""Most contexts whose probabilities are kept."""
 START = 0
 """In the place of a letter: the start of a text, and its end. It is the label of the blank."""
 
@@ -44,14 +43,20 @@ class LetterModel:
         for i in range(ORDER):
             keys = (keys << BITS) | padded[i : i + len(labels)]
         self.keys = np.sort(keys)
-        self._cached = lru_cache(CACHED)(self._probabilities)
+        self._kept: dict[tuple[int, ...], np.ndarray] = {}
 
     def probabilities(self, context: tuple[int, ...]) -> np.ndarray:
         """P of each label after ``context``, labels of which the first may be START; START is the end of the text."""
-        return self._cached(context[-(ORDER - 1) :])
+        context = context[-(ORDER - 1) :]
+        found = self._kept.get(context)
+        if found is None:
+            if len(self._kept) >= CACHED:
+                self._kept.clear()
+            found = self._kept[context] = self._probabilities(context)
+        return found
 
     def _probabilities(self, context: tuple[int, ...]) -> np.ndarray:
-        shorter = self._cached(context[1:]) if context else np.full(self.labels, 1 / self.labels)
+        shorter = self.probabilities(context[1:]) if context else np.full(self.labels, 1 / self.labels)
         packed = 0
         for label in context:
             packed = packed << BITS | label

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import pickle
 
 import numpy as np
 import pytest
@@ -255,7 +256,7 @@ def test_wide_beam_equals_enumeration(searched):
             assert abs(scores[labels] + loss.item()) < 1e-10
 
 
-def test_letter_probabilities_are_those_of_counted_ngrams():
+def test_letter_probabilities_are_those_of_counted_ngrams(monkeypatch):
     """Of every context in a text and of some that are not in it, by the definition."""
     config, texts = SpeechConfig(letters="ab "), ["ab abba", "", "bab ab", "a" * 20]
     model = LetterModel(config, texts)
@@ -272,6 +273,10 @@ def test_letter_probabilities_are_those_of_counted_ngrams():
         expected = [probability(label, context) for label in range(4)]
         assert np.abs(model.probabilities(context) - expected).max() < 1e-12
         assert abs(model.probabilities((2, 1, *context, *context, *context)).sum() - 1) < 1e-12
+    monkeypatch.setattr("colonnade.speech.letter_lm.CACHED", 1)
+    again = pickle.loads(pickle.dumps(model))
+    for context in contexts:
+        assert np.array_equal(again.probabilities(context), model.probabilities(context))
     long = tuple([1] * 30)
     assert np.array_equal(model.probabilities(long), model.probabilities(long[: ORDER - 1]))
     with pytest.raises(DataError, match="needs text"):
