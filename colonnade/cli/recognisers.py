@@ -19,7 +19,7 @@ Recogniser = Annotated[
 ]
 
 
-def data(out: Path = Path("speech-data"), train: int = 1600, test: int = 60, seed: int = 0) -> None:
+def data(out: Path = Path("speech-data"), train: int = 1600, test: int = 60, seed: int = 0, workers: int = 1) -> None:
     """Synthesise sentences of a small grammar with espeak-ng: recordings, texts and phoneme times.
 
     Args:
@@ -27,10 +27,11 @@ def data(out: Path = Path("speech-data"), train: int = 1600, test: int = 60, see
         train: Sentences to train on.
         test: Sentences to test on; their voices and texts are not in training.
         seed: Seed of the sentences and voices.
+        workers: Processes that speak; texts and voices do not depend on it.
     """
     from colonnade.speech.data import make_data
 
-    made = make_data(out, train, test, seed)
+    made = make_data(out, train, test, seed, workers=workers)
     console.print(f"{out}: {len(made):,} recordings", soft_wrap=True)
 
 

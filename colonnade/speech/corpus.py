@@ -41,8 +41,9 @@ class Batch(NamedTuple):
     def to(self, device: torch.device) -> "Batch":
         """The batch on ``device``."""
         sound_TA, *others = self.frames
-        frames = Frames(sound_TA.to(device), *(None if x is None else x.to(device) for x in others))
-        return self._replace(frames=frames, letters_P=self.letters_P.to(device))
+        moved = (None if x is None else x.to(device, non_blocking=True) for x in others)
+        frames = Frames(sound_TA.to(device, non_blocking=True), *moved)
+        return self._replace(frames=frames, letters_P=self.letters_P.to(device, non_blocking=True))
 
 
 class Example(NamedTuple):
@@ -113,10 +114,15 @@ class Corpus:
         return torch.from_numpy(draw_mouths(phonemes, self.frames(i, speed), size, random))
 
     def train_batch(
-        self, chosen: Sequence[int], random: np.random.Generator, noise: bool, augment: bool = False
+        self,
+        chosen: Sequence[int],
+        random: np.random.Generator,
+        noise: bool,
+        augment: bool = False,
+        rooms: bool = True,
     ) -> Batch:
-        """Recordings with random noise, some without audio or without pictures; ``augment`` adds speeds, rooms, codecs,
-        masks and crops.
+        """Recordings with random noise, some without audio or without pictures; ``augment`` adds speeds, masks and
+        crops, with ``rooms`` also rooms and codecs.
         """
         examples: list[Example] = []
         size, kinds = self.config.picture, 4 if self.noises else 3
@@ -128,7 +134,8 @@ class Corpus:
             samples = pictures = None
             if drop >= DROP_SOUND:
                 own = at_speed(self.samples[i].astype(np.float32) / 32768, speed)
-                samples = self._mixed(i, augment_sound(own, random) if augment else own, snr, random, kind)
+                own = augment_sound(own, random) if augment and rooms else own
+                samples = self._mixed(i, own, snr, random, kind)
                 samples = mask_sound(samples, random) if augment else samples
             if size and not DROP_SOUND <= drop < DROP_SOUND + DROP_PICTURES:
                 pictures = self.mouths(i, random, round(BORDER * size) if augment else size, speed)

@@ -20,9 +20,13 @@ one folder per speaker; ``pretrain`` and ``trainval`` are for training:
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -134,18 +138,52 @@ def load_samples(folder: Path, recording: Recording) -> np.ndarray:
     return load_audio(folder / recording.audio).numpy()
 
 
+class _Sentence(NamedTuple):
+    """What a sentence of :func:`make_data` is spoken with."""
+
+    name: str
+    text: str
+    voice: str
+    speed: int
+    pitch: int
+    padding: tuple[int, int]
+    """Samples of silence before and after."""
+
+
 def make_data(
-    out: Path, train: int, test: int, seed: int = 0, progress: Callable[[int], None] | None = None
+    out: Path, train: int, test: int, seed: int = 0, progress: Callable[[int], None] | None = None, workers: int = 1
 ) -> list[Recording]:
-    """Write ``train`` + ``test`` sentences spoken by espeak-ng; test voices and sentences are not in training."""
+    """Write ``train`` + ``test`` sentences spoken by espeak-ng; test voices and sentences are not in training.
+
+    Texts and voices do not depend on ``workers``, the number of processes. Samples do, by milliseconds: espeak-ng keeps
+    state from one sentence to the next.
+    """
     if train < 1 or test < 1:
         raise DataError(f"{train} sentences to train on and {test} to test; use at least 1 of each")
+    if workers < 1:
+        raise DataError(f"{workers} workers; use at least 1")
     if (out / MANIFEST).exists():
         raise DataError(f"{out / MANIFEST} exists; choose another folder or remove it")
     out.mkdir(parents=True, exist_ok=True)
-    random = np.random.Generator(np.random.PCG64(seed))
-    tested: set[str] = set()
+    sentences = _sentences(train, test, np.random.Generator(np.random.PCG64(seed)))
     recordings: list[Recording] = []
+    with ExitStack() as stack:
+        run: Callable[..., Iterator[Recording]] = map
+        if workers > 1:
+            pool = ProcessPoolExecutor(workers, get_context("forkserver"))
+            run = partial(stack.enter_context(pool).map, chunksize=16)
+        for recording in run(partial(_speak, out), sentences):
+            recordings.append(recording)
+            if progress is not None:
+                progress(len(recordings))
+    lines = [json.dumps(one.model_dump(), ensure_ascii=False) + "\n" for one in recordings]
+    (out / MANIFEST).write_text("".join(lines), encoding="utf-8")
+    return recordings
+
+
+def _sentences(train: int, test: int, random: np.random.Generator) -> list[_Sentence]:
+    tested: set[str] = set()
+    sentences: list[_Sentence] = []
     for i in range(test + train):  # test sentences first, so that training can exclude them
         is_test = i < test
         voices = synth.voice_split(is_test)
@@ -154,21 +192,23 @@ def make_data(
             text = synth.sentence(random)
         tested |= {text} if is_test else set()
         voice = voices[random.integers(len(voices))]
-        spoken = synth.speak(text, voice, int(random.integers(140, 200)), int(random.integers(30, 70)))
+        speed, pitch = int(random.integers(140, 200)), int(random.integers(30, 70))
         before, after = (int(random.integers(800, 4000)) for _ in range(2))
         name = f"test-{i:05}.flac" if is_test else f"train-{i - test:05}.flac"
-        write_audio(out / name, np.pad(spoken.samples, (before, after)))
-        phonemes = tuple((round(p.start_s + before / 16000, 4), p.name) for p in spoken.phonemes)
-        words = tuple((round(a + before / 16000, 4), round(b + before / 16000, 4)) for a, b in spoken.words)
-        if len(words) != len(text.split()):  # espeak-ng speaks a few pairs as one word
-            words = ()
-        split: Literal["train", "test"] = "test" if is_test else "train"
-        recordings.append(Recording(audio=name, text=text, split=split, speaker=voice, phonemes=phonemes, words=words))
-        if progress is not None:
-            progress(i + 1)
-    lines = [json.dumps(one.model_dump(), ensure_ascii=False) + "\n" for one in recordings]
-    (out / MANIFEST).write_text("".join(lines), encoding="utf-8")
-    return recordings
+        sentences.append(_Sentence(name, text, voice, speed, pitch, (before, after)))
+    return sentences
+
+
+def _speak(out: Path, one: _Sentence) -> Recording:
+    """Write one sentence to ``out``."""
+    spoken, before = synth.speak(one.text, one.voice, one.speed, one.pitch), one.padding[0]
+    write_audio(out / one.name, np.pad(spoken.samples, one.padding))
+    phonemes = tuple((round(p.start_s + before / 16000, 4), p.name) for p in spoken.phonemes)
+    words = tuple((round(a + before / 16000, 4), round(b + before / 16000, 4)) for a, b in spoken.words)
+    if len(words) != len(one.text.split()):  # espeak-ng speaks a few pairs as one word
+        words = ()
+    split: Literal["train", "test"] = "test" if one.name.startswith("test") else "train"
+    return Recording(audio=one.name, text=one.text, split=split, speaker=one.voice, phonemes=phonemes, words=words)
 
 
 def word_errors(reference: str, hypothesis: str) -> int:

@@ -5,18 +5,20 @@ modalities. So a resumed run is bitwise equal to an uninterrupted one. Lock, sig
 :mod:`colonnade.train.loop`.
 """
 
-from collections import deque
+import os
+import signal
 from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
 
 from colonnade.checkpoint.atomic_folder import is_complete, list_steps, prune, read_json, remove_partials
 from colonnade.config import TrainConfig
@@ -37,8 +39,10 @@ PARTS = 2
 cores: with batch norm, whose statistics depend on the order, the parts run one after another. On a GPU a batch is one
 part.
 """
-PREFETCH_STEPS, PREFETCH_THREADS = 16, 8
-"""On a GPU: batches prepared ahead of the step, and threads that do so. A GPU is faster than one thread that does."""
+PREFETCH_PROCESSES = 16
+"""On a GPU: most processes that prepare batches ahead. Threads would hold Python's global lock, which the training
+thread needs for every launch.
+"""
 TEST_BATCH = 50
 """Recordings per test batch."""
 
@@ -58,14 +62,16 @@ class FitSettings(NamedTuple):
     noises: Path | None = None
     """Folder with further recordings of noise."""
     augment: bool = False
-    """Also apply rooms, codecs, masks and crops."""
+    """Also apply speeds, rooms, codecs, masks and crops."""
+    rooms: bool = True
+    """With ``augment``: apply rooms and codecs, too."""
     pretrained: Path | None = None
     """A recogniser of the same shapes whose weights training begins with."""
 
 
 def fit(
     config: SpeechConfig,
-    data: Path,
+    data: Path | Corpus,
     run: Path,
     settings: FitSettings,
     log: Callable[[int, float], None] | None = None,
@@ -73,13 +79,15 @@ def fit(
 ) -> Path:
     """Train to the last step and return its checkpoint, continuing from the newest one of ``run``.
 
+    ``data`` is a folder of recordings, or those to train on, loaded.
+
     ``run/metrics.jsonl`` has a line per step. After SIGTERM or SIGINT the step is finished and saved, and Interrupted
     is raised. Raises ConfigError for impossible settings, CheckpointError for a run of another recogniser or one in
     use.
     """
     if min(settings.steps, settings.batch, settings.save_every) < 1 or settings.lr <= 0 or settings.warmup < 0:
         raise ConfigError(f"{settings}: steps, batch, save_every and lr must be above 0, warmup not below")
-    corpus = Corpus(data, config, "train", settings.noises)
+    corpus = data if isinstance(data, Corpus) else Corpus(data, config, "train", settings.noises)
     with RunLock(run, SOLO) as lock, StopSignal(SOLO) as stop, ExitStack() as stack:
         remove_partials(run)
         model, first, state = SpeechModel(config, settings.seed), 0, {}
@@ -161,20 +169,38 @@ def combine(parts: Sequence[Part], parameters: Sequence[Tensor], dp: Axis = SOLO
 def _batches(
     corpus: Corpus, settings: FitSettings, steps: range, gpu: bool
 ) -> Generator[list[Callable[[], Batch]], None, None]:
-    """For each step the functions that give the parts of its batch; on a GPU other threads have prepared them."""
+    """For each step the functions that give the parts of its batch; on a GPU other processes have prepared them."""
     if not gpu:
         for step in steps:
             yield [partial(train_batch, corpus, settings, step, part) for part in range(PARTS)]
         return
-    with ThreadPoolExecutor(PREFETCH_THREADS, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        try:
-            ahead: deque[Future[Batch]] = deque()
-            for step in steps:
-                for later in range(step + len(ahead), min(step + PREFETCH_STEPS, steps.stop)):
-                    ahead.append(pool.submit(train_batch, corpus, settings, later, parts=1))
-                yield [ahead.popleft().result]
-        finally:
-            pool.shutdown(cancel_futures=True)
+    processes = max(1, min(PREFETCH_PROCESSES, len(os.sched_getaffinity(0)) - 1))
+    loader = DataLoader(
+        _Steps(corpus, settings), batch_size=None, sampler=steps, num_workers=processes, collate_fn=_unchanged,
+        multiprocessing_context="fork", pin_memory=torch.cuda.is_available(), worker_init_fn=_ignore_signals,
+    )  # fmt: skip
+    for batch in loader:
+        yield [partial(_unchanged, batch)]
+
+
+class _Steps(Dataset[Batch]):
+    """The whole batch of each step. The processes are forked, so they share the recordings."""
+
+    def __init__(self, corpus: Corpus, settings: FitSettings):
+        self.corpus, self.settings = corpus, settings
+
+    def __getitem__(self, step: int) -> Batch:
+        return train_batch(self.corpus, self.settings, step, parts=1)
+
+
+def _ignore_signals(_: int) -> None:
+    """A signal to the process group must not end the workers: the training process finishes its step and saves."""
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, signal.SIG_IGN)
+
+
+def _unchanged(batch: Any) -> Any:
+    return batch
 
 
 def _gradients(model: SpeechModel, parameters: Sequence[Tensor], sizes: Segments, prepare: Callable[[], Batch]) -> Part:
@@ -193,7 +219,7 @@ def train_batch(corpus: Corpus, settings: FitSettings, step: int, part: int = 0,
     random = np.random.Generator(np.random.PCG64([settings.seed, step, part]))
     indices = batch_indices(len(corpus.samples), settings, step)[part::parts]
     later = step >= settings.clean
-    return corpus.train_batch(indices, random, settings.noise and later, settings.augment and later)
+    return corpus.train_batch(indices, random, settings.noise and later, settings.augment and later, settings.rooms)
 
 
 def step_sizes(model: SpeechModel, settings: FitSettings, step: int) -> Segments:
@@ -227,7 +253,7 @@ def word_error_rate(
     errors = words = 0
     for first in range(0, len(corpus.samples), TEST_BATCH):
         chosen = range(first, min(first + TEST_BATCH, len(corpus.samples)))
-        frames, lengths, *_ = corpus.test_batch(chosen, snr, pictures, seed)
+        frames, lengths, *_ = corpus.test_batch(chosen, snr, pictures, seed).to(model.joint.weight.device)
         texts = model.texts(model.front_end(frames), lengths, sizes, beam)
         for i, text in zip(chosen, texts, strict=True):
             errors += word_errors(corpus.recordings[i].text, text)

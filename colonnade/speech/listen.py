@@ -11,6 +11,7 @@ from colonnade.errors import DataError
 from colonnade.speech.face import FaceTracker, face_detector
 from colonnade.speech.features import RATE, AnyFeatures, FrameStream, check_samples
 from colonnade.speech.front_end import Frames, join_frames, stack_pictures
+from colonnade.speech.letter_lm import Fusion
 from colonnade.speech.model import SpeechModel
 from colonnade.speech.streams import StreamPool
 from colonnade.speech.video import HOLD, PictureClock, film_pictures, scaled
@@ -61,17 +62,18 @@ class _Stream:
 
 
 class Listeners:
-    """At most ``streams`` streams at once, in constant memory; greedy, or with ``beam`` hypotheses a stream.
+    """At most ``streams`` streams at once, in constant memory; greedy, or with ``beam`` hypotheses a stream, of
+    which ``fusion`` adds a language model to the scores.
 
     Deltas are final: greedy labels at once, those of a beam when all hypotheses agree, and the rest at the end. A
     picture belongs to the frame of its number. Once a stream has pictures, audio waits up to LAG frames for them; a
     frame whose picture arrives later or never is recognised from audio alone.
     """
 
-    def __init__(self, model: SpeechModel, streams: int = 1, beam: int | None = None):
+    def __init__(self, model: SpeechModel, streams: int = 1, beam: int | None = None, fusion: Fusion | None = None):
         self.model = model
         self.pool = StreamPool(model.encoder, model.largest_sizes, streams)
-        self.search = model.search(streams, beam)
+        self.search = model.search(streams, beam, fusion)
         self.streams: dict[int, _Stream] = {}
         self.unfinished: set[int] = set()
         """Streams that have ended and have not been given the last labels of their search."""
@@ -213,12 +215,13 @@ def listen(
     segment: int | None = None,
     lookahead: int | None = None,
     beam: int | None = None,
+    fusion: Fusion | None = None,
 ) -> Iterator[str]:
     """Yields the text of one stream of samples at 16 kHz, in parts, as soon as the model produces them.
 
-    ``segment`` and ``lookahead`` are as in :meth:`Listeners.open`, ``beam`` as in :class:`Listeners`.
+    ``segment`` and ``lookahead`` are as in :meth:`Listeners.open`, ``beam`` and ``fusion`` as in :class:`Listeners`.
     """
-    listeners = Listeners(model, beam=beam)
+    listeners = Listeners(model, beam=beam, fusion=fusion)
     stream = listeners.open(segment, lookahead)
     for samples in chunks:
         listeners.push(stream, samples)

@@ -38,6 +38,7 @@ from colonnade.parallel.layout import WHOLE, local_part, placements
 from colonnade.speech import nemotron
 from colonnade.speech.features import FrameStream, features_of
 from colonnade.speech.front_end import Frames, FrontEnd, stack_pictures
+from colonnade.speech.letter_lm import Fusion
 from colonnade.speech.predictor import LstmPredictor, StatelessPredictor
 from colonnade.speech.search import BeamSearch, GreedySearch, Search
 from colonnade.speech.word_times import UNKNOWN, WordTime, delayed_parts, word_times
@@ -155,8 +156,9 @@ class SpeechModel(nn.Module):
         if letters_P is None:
             letters_P = torch.full((len(logprobs_PV),), UNKNOWN, device=y_TD.device)
         side = F.nll_loss(logprobs_PV, letters_P, ignore_index=UNKNOWN, reduction="sum") / parts
-        targets_P = letters_P.split([parts * n for n in lengths])
-        untimed = [i for i, own in enumerate(targets_P) if bool((own == UNKNOWN).any())]
+        targets_P = (letters_P == UNKNOWN).split([parts * n for n in lengths])
+        unknown_B = torch.stack([own.any() for own in targets_P]).tolist()  # one wait for the GPU
+        untimed = [i for i, unknown in enumerate(unknown_B) if unknown]
         if untimed:
             # One label per frame, from the mean of its logits: CTC learns far worse with four times as many labels.
             frames = self.letters(y_TD).unflatten(1, (parts, -1)).mean(1).log_softmax(1).split(list(lengths))
@@ -166,11 +168,14 @@ class SpeechModel(nn.Module):
             side = side + F.ctc_loss(padded, targets, T_B, U_B, reduction="sum", zero_infinity=True)
         return side
 
-    def search(self, streams: int, beam: int | None = None) -> Search:
-        """A search over ``streams`` streams: greedy, or with ``beam`` hypotheses of each."""
+    def search(self, streams: int, beam: int | None = None, fusion: Fusion | None = None) -> Search:
+        """A search over ``streams`` streams: greedy, or with ``beam`` hypotheses of each and a language model."""
+        most = self.config.max_labels
         if beam is None:
-            return GreedySearch(self.predictor, self.joint.logprobs, streams, max_labels=self.config.max_labels)
-        return BeamSearch(self.predictor, self.joint.logprobs, streams, beam=beam, max_labels=self.config.max_labels)
+            if fusion is not None:
+                raise ConfigError("greedy search has no language model; give a beam, such as 10")
+            return GreedySearch(self.predictor, self.joint.logprobs, streams, max_labels=most)
+        return BeamSearch(self.predictor, self.joint.logprobs, streams, beam=beam, max_labels=most, fusion=fusion)
 
     @torch.inference_mode()
     def recognise(
@@ -179,19 +184,25 @@ class SpeechModel(nn.Module):
         pictures: Tensor | None = None,
         sizes: Segments | None = None,
         beam: int | None = None,
+        fusion: Fusion | None = None,
     ) -> str:
         """The text of a whole recording, by greedy or beam search; equal to what streams of the same sizes give."""
         sound_TA = self.features(samples)
         if not len(sound_TA):
             return ""
-        return self.texts(self.frames(sound_TA, pictures), [len(sound_TA)], sizes, beam)[0]
+        return self.texts(self.frames(sound_TA, pictures), [len(sound_TA)], sizes, beam, fusion)[0]
 
     @torch.inference_mode()
     def texts(
-        self, x_TD: Tensor, lengths: Sequence[int], sizes: Segments | None = None, beam: int | None = None
+        self,
+        x_TD: Tensor,
+        lengths: Sequence[int],
+        sizes: Segments | None = None,
+        beam: int | None = None,
+        fusion: Fusion | None = None,
     ) -> list[str]:
         """The texts of whole recordings, by greedy or beam search over all at once."""
-        search = self.search(len(lengths), beam)
+        search = self.search(len(lengths), beam, fusion)
         found = search.deltas(self.out(self.encode(x_TD, lengths, sizes)).split(list(lengths)))
         texts = [self.config.text([*labels, *search.finish(i)]) for i, labels in enumerate(found)]
         return [text.removeprefix(" ") for text in texts] if self.config.pieces else texts

@@ -4,7 +4,8 @@ Both keep state between calls, so a stream may arrive in segments of any length:
 where the segments were cut. ``deltas`` returns labels that are final: greedy ones at once, a beam's when all
 hypotheses agree; ``finish`` returns the rest of a stream that has ended. At each frame a hypothesis emits labels until
 it emits the blank, which moves it to the next frame (Graves, arXiv 1211.3711, section 2.5). Hypotheses of equal labels
-are merged: their probabilities are summed.
+are merged: their probabilities are summed. A language model's log-probabilities may be added to a beam's scores
+(:mod:`colonnade.speech.letter_lm`).
 """
 
 import math
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from colonnade.errors import DataError
+from colonnade.speech.letter_lm import ORDER, START, Fusion
 from colonnade.speech.predictor import Predictor, States
 
 LogProbs = Callable[[Tensor, Tensor], Tensor]
@@ -99,6 +101,8 @@ class Hypothesis:
     score: float
     output_D: Tensor
     states: tuple[Tensor, ...]
+    context: tuple[int, ...] = (START,)
+    """The last labels, final ones too, for a language model."""
 
 
 class BeamSearch:
@@ -116,11 +120,12 @@ class BeamSearch:
         blank: int = 0,
         beam: int = 10,
         max_labels: int = 5,
+        fusion: Fusion | None = None,
     ):
         if beam < 1:
             raise DataError(f"beam is {beam}; use at least 1")
         self.predictor, self.logprobs, self.blank = predictor, logprobs, blank
-        self.beam, self.max_labels = beam, max_labels
+        self.beam, self.max_labels, self.fusion = beam, max_labels, fusion
         self.hypotheses: list[list[Hypothesis]] = [[] for _ in range(streams)]
         self.committed = [0] * streams
         """Number of labels of each stream that are final."""
@@ -202,6 +207,8 @@ class BeamSearch:
     def _extend(self, rows: list[tuple[int, Hypothesis]], logprobs_RV: Tensor) -> dict[int, list[Hypothesis]]:
         """The best hypotheses of each stream with one more label, from a single predictor step."""
         logprobs_RV = logprobs_RV.clone()
+        if self.fusion is not None:
+            logprobs_RV += self.fusion.logprobs([h.context for _, h in rows]).to(logprobs_RV.device)
         logprobs_RV[:, self.blank] = -torch.inf
         values, labels = logprobs_RV.topk(min(self.beam, logprobs_RV.shape[1]), 1)
         choices: dict[int, list[tuple[float, int, int]]] = {}
@@ -217,7 +224,8 @@ class BeamSearch:
         states = tuple(torch.stack(x) for x in zip(*(h.states for h in parents), strict=True))
         output_RD, states = self.predictor.step(label_R, states)
         for j, ((r, (score, _, label)), parent) in enumerate(zip(chosen, parents, strict=True)):
-            live[r].append(Hypothesis((*parent.labels, label), score, output_RD[j], tuple(x[j] for x in states)))
+            own_states, context = tuple(x[j] for x in states), (*parent.context, label)[-(ORDER - 1) :]
+            live[r].append(Hypothesis((*parent.labels, label), score, output_RD[j], own_states, context))
         return live
 
 
@@ -227,7 +235,7 @@ def _add(ended: dict[tuple[int, ...], Hypothesis], new: Hypothesis, score: float
     if old is not None and old.score > -math.inf:
         high, low = max(old.score, score), min(old.score, score)
         score = high + math.log1p(math.exp(low - high))
-    ended[new.labels] = Hypothesis(new.labels, score, new.output_D, new.states)
+    ended[new.labels] = replace(new, score=score)
 
 
 def _device(predictor: Predictor, streams: int) -> torch.device:

@@ -1,5 +1,9 @@
 """Augmentation: rooms, codecs, masks and crops keep lengths, times and loudness; training with them is reproducible."""
 
+import multiprocessing
+import os
+import signal
+
 import numpy as np
 import pytest
 import torch
@@ -150,7 +154,7 @@ def test_speed_raises_a_tone():
 
 def test_batches_prepared_ahead_are_those_of_their_steps(corpus, monkeypatch):
     """As for a GPU, whole and in order; augmented without noise from step ``clean`` on."""
-    monkeypatch.setattr(fit, "PREFETCH_STEPS", 3)
+    monkeypatch.setattr(fit, "PREFETCH_PROCESSES", 2)
     settings = fit.FitSettings(steps=9, batch=3, clean=4, augment=True, noise=False)
     data = Corpus(corpus, SEEING, "train")
     prepared = fit._batches(data, settings, range(2, 9), gpu=True)
@@ -164,6 +168,20 @@ def test_batches_prepared_ahead_are_those_of_their_steps(corpus, monkeypatch):
         assert torch.equal(batch.frames.sound_TA, plain[0]().frames.sound_TA) == (step < 4)
     next(unfinished := fit._batches(data, settings, range(9), gpu=True))
     unfinished.close()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_does_not_end_the_workers(corpus, number, monkeypatch):
+    """It reaches them too, if it is sent to the process group, and the training process still needs its next batch."""
+    monkeypatch.setattr(fit, "PREFETCH_PROCESSES", 2)
+    data, settings = Corpus(corpus, SEEING, "train"), fit.FitSettings(steps=9, batch=3)
+    prepared = fit._batches(data, settings, range(9), gpu=True)
+    next(prepared)
+    workers = multiprocessing.active_children()
+    assert workers
+    for worker in workers:
+        os.kill(worker.pid, number)
+    assert len(list(prepared)) == 8
 
 
 def test_noise_of_a_folder_has_the_ratio(corpus):

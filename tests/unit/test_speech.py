@@ -19,6 +19,7 @@ from colonnade.parallel.layout import WHOLE, local_part, placements
 from colonnade.speech import features, fit, mix, mouth
 from colonnade.speech.data import Recording, read_manifest, word_errors
 from colonnade.speech.front_end import Frames
+from colonnade.speech.letter_lm import Fusion, LetterModel
 from colonnade.speech.listen import FRONT_FRAMES, MOST_AHEAD, Listeners, listen
 from colonnade.speech.model import SpeechModel
 from colonnade.train.training_state import RunLock
@@ -174,6 +175,16 @@ def test_a_beam_in_streams_gives_the_text_of_whole_recordings(right):
         Listeners(model, beam=0)
 
 
+def test_a_language_model_in_streams_gives_the_text_of_whole_recordings():
+    model, samples = talkative(TINY), sound(1.9, 7)
+    fusion = Fusion((LetterModel(model.config, ["a bad cab", "dab a cab"]),), 3.0)
+    plain, text = (model.recognise(samples, beam=4, fusion=own) for own in (None, fusion))
+    assert text != plain, "the language model changes nothing, so nothing is compared"
+    assert "".join(listen(model, samples.split(900), beam=4, fusion=fusion)) == text
+    with pytest.raises(ConfigError, match="greedy search has no language model"):
+        model.recognise(samples, fusion=fusion)
+
+
 MANY = TINY.replace(segments=(2, 7), lookaheads=(0, 3))
 
 
@@ -326,6 +337,19 @@ def test_spoken_sentences(spoken):
         assert times[0] - 0.1 < bounds[0] < bounds[-1] <= times[-1]
     with pytest.raises(DataError, match="exists"):
         fit_data(spoken)
+
+
+def test_texts_and_voices_do_not_depend_on_the_workers(spoken, tmp_path):
+    from colonnade.speech.data import make_data, read_manifest
+
+    made = make_data(tmp_path / "data", 9, 3, workers=2)
+    keys = ("audio", "text", "split", "speaker")
+    assert made == read_manifest(tmp_path / "data")
+    assert [[getattr(one, key) for key in keys] for one in made] == [
+        [getattr(one, key) for key in keys] for one in read_manifest(spoken)
+    ]
+    with pytest.raises(DataError, match="0 workers"):
+        make_data(tmp_path / "none", 9, 3, workers=0)
 
 
 def fit_data(folder) -> None:

@@ -2,16 +2,21 @@
 
 import itertools
 import math
+import pickle
 
+import numpy as np
 import pytest
 import torch
 
 from colonnade.config import Plan
-from colonnade.errors import DataError
+from colonnade.config.speech import SpeechConfig
+from colonnade.errors import ConfigError, DataError
 from colonnade.kernels.ctc import align, greedy, prefix_beam
+from colonnade.kernels.transducer import joint as joint_kernels
 from colonnade.kernels.transducer.reference import transducer_loss
 from colonnade.model.transducer_loss import Joint
 from colonnade.parallel.distributed_context import DistributedContext
+from colonnade.speech.letter_lm import ORDER, Fusion, LetterModel
 from colonnade.speech.predictor import LstmPredictor, StatelessPredictor
 from colonnade.speech.search import BeamSearch, GreedySearch
 from tests.worlds import assert_same, run
@@ -111,6 +116,36 @@ def test_float32_loss_of_a_long_utterance():
         small.bias.copy_(b)
     exact = joint_of(w.double(), b.double()).loss(e.double(), p.double(), [T], [labels])
     assert abs((small.loss(e, p, [T], [labels]) / exact - 1).item()) < 1e-6
+
+
+def test_dead_cells_do_not_change_float32_gradients(monkeypatch):
+    """Most cells of a sharp lattice are left out; the gradients equal float64's. A NaN is never left out."""
+    T, U, seen = 60, 20, list[int]()
+    shapes = ((T, D), (U + 1, D), (V, D), (V,))
+    e, p, w, b = (4 * torch.randn(shape, generator=rng(i), dtype=torch.float64) for i, shape in enumerate(shapes))
+    labels = torch.randint(1, V, (U,), generator=rng(4)).tolist()
+    subtract = joint_kernels._subtract
+    monkeypatch.setattr(joint_kernels, "_subtract", lambda dz, *x: (seen.append(len(dz)), subtract(dz, *x)))
+
+    def gradients(dtype: torch.dtype, e: torch.Tensor) -> list[torch.Tensor]:
+        inputs = [x.to(dtype).requires_grad_() for x in (e, p, w, b)]
+        joint = Joint(D, V, dtype=dtype)
+        weights = {"joint.weight": inputs[2], "joint.bias": inputs[3]}
+        loss = torch.func.functional_call(Sum(joint), weights, tuple(inputs[:2]))
+        return list(torch.autograd.grad(loss, inputs))
+
+    class Sum(_Loss):
+        def forward(self, e, p):
+            return self.joint.loss(e, p, [T], [labels]).sum()
+
+    exact, found = gradients(torch.float64, e), gradients(torch.float32, e)
+    assert seen[0] > T * (U + 1) * 0.9, "float64 leaves out cells"
+    assert seen[2] < T * (U + 1) / 2, "few cells are dead, so nothing is tested"
+    for x, y in zip(found, exact, strict=True):
+        assert (x - y).norm() < 1e-6 * y.norm()
+    bad = e.clone()
+    bad[T // 2] = torch.nan
+    assert all(bool(x.isnan().any()) for x in gradients(torch.float32, bad))
 
 
 def _sharded(world: int) -> None:
@@ -219,6 +254,56 @@ def test_wide_beam_equals_enumeration(searched):
         for labels in itertools.product(range(1, V), repeat=n):
             loss = joint.loss(own, predictor([labels]), [2], [labels])
             assert abs(scores[labels] + loss.item()) < 1e-10
+
+
+def test_letter_probabilities_are_those_of_counted_ngrams(monkeypatch):
+    """Of every context in a text and of some that are not in it, by the definition."""
+    config, texts = SpeechConfig(letters="ab "), ["ab abba", "", "bab ab", "a" * 20]
+    model = LetterModel(config, texts)
+    stream = [label for text in texts if text for label in (0, *config.labels(text))] + [0] * ORDER
+
+    def probability(label: int, context: tuple[int, ...]) -> float:
+        n, longest = len(context), len(stream) - ORDER
+        after = [stream[i + n] for i in range(longest) if tuple(stream[i : i + n]) == context]
+        shorter = probability(label, context[1:]) if context else 1 / 4
+        return (after.count(label) + len(set(after)) * shorter) / (len(after) + len(set(after))) if after else shorter
+
+    contexts = {tuple(stream[i : i + n]) for i in range(40) for n in range(ORDER)} | {(3, 3), (0, 3, 1)}
+    for context in contexts:
+        expected = [probability(label, context) for label in range(4)]
+        assert np.abs(model.probabilities(context) - expected).max() < 1e-12
+        assert abs(model.probabilities((2, 1, *context, *context, *context)).sum() - 1) < 1e-12
+    monkeypatch.setattr("colonnade.speech.letter_lm.CACHED", 1)
+    again = pickle.loads(pickle.dumps(model))
+    for context in contexts:
+        assert np.array_equal(again.probabilities(context), model.probabilities(context))
+    long = tuple([1] * 30)
+    assert np.array_equal(model.probabilities(long), model.probabilities(long[: ORDER - 1]))
+    with pytest.raises(DataError, match="needs text"):
+        LetterModel(config, [""])
+    with pytest.raises(ConfigError, match="at most 31 letters"):
+        LetterModel(config.replace(pieces=("▁a", "b")), texts)
+
+
+@pytest.mark.parametrize("cut", [1, 9])
+def test_wide_beam_with_a_language_model_equals_enumeration(searched, cut):
+    """Scores are log p(labels) and the weighted log-probabilities of the labels, also after a final label."""
+    predictor, joint, frames = searched
+    config = SpeechConfig(letters="abcd")
+    models = LetterModel(config, ["abcd", "dab", "bcbc"]), LetterModel(config, ["ddd"])
+    own = frames[0][:2]
+    search = BeamSearch(
+        predictor, joint.logprobs, 1, beam=500, max_labels=2, fusion=Fusion(models, 0.7, (0.8, 0.2), 0.3)
+    )
+    for part in own.split(cut):
+        search.push([part])
+    scores = {h.labels: h.score for h in search.hypotheses[0]}
+    for n in range(3):
+        for labels in itertools.product(range(1, V), repeat=n):
+            loss = joint.loss(own, predictor([labels]), [2], [labels])
+            each = [[m.probabilities((0, *labels[:i]))[labels[i]] for m in models] for i in range(n)]
+            letters = sum(math.log(0.8 * a + 0.2 * b) for a, b in each)
+            assert abs(scores[labels] + loss.item() - 0.7 * letters - 0.3 * n) < 1e-10
 
 
 def test_beam_of_one_stream_equals_the_beam_among_others(searched):

@@ -4,7 +4,7 @@
 
 The cells pass the joint network in chunks. Of each cell only four numbers are kept: the largest logit, the sum of the
 exponentials below it, and the logits of the blank and of the next label. The backward pass computes a chunk's logits
-again and multiplies
+again, of the cells that are not dead, and multiplies
 
     ∂loss/∂z = (γ_∅ + γ_y)·softmax(z) − γ_∅·onehot(∅) − γ_y·onehot(y)        γ: the arcs' posteriors
 
@@ -24,6 +24,12 @@ CHUNK_BYTES = 1 << 25
 
 CHUNK_ROWS = 4096
 """Most cells of one chunk."""
+
+DEAD = 2.0**-32
+"""Cells that alignments pass with a smaller probability are left out of a float32 backward pass, because their logits
+enter the gradients times this probability. All cells of a frame add up to at least 1, so what is left out is below
+float32's rounding. With random weights a quarter to a half of all cells are dead, in a trained recogniser nearly all.
+"""
 
 
 class Posteriors(NamedTuple):
@@ -68,10 +74,10 @@ def scores(
     for blocks, place_c in _chunks(cells, weight_vD):
         z_cv = torch.addmm(bias_v, _hidden(e_TD, p_UD, blocks), weight_vD.T).to(exact)
         top_c = z_cv.amax(1) if z_cv.shape[1] else z_cv.new_full((len(z_cv),), -torch.inf)
-        sum_c = (z_cv - top_c[:, None]).exp().sum(1)
         label_c = cells.next_BU.flatten()[place_c // cells.shape[2]]
-        found = (top_c, sum_c, _pick(z_cv, blank - start), _pick(z_cv, label_c - start))
-        out_4BUT.view(4, -1)[:, place_c] = torch.stack(found)
+        picked = (_pick(z_cv, blank - start), _pick(z_cv, label_c - start))
+        sum_c = z_cv.sub_(top_c[:, None]).exp_().sum(1)
+        out_4BUT.view(4, -1)[:, place_c] = torch.stack((top_c, sum_c, *picked))
     return out_4BUT
 
 
@@ -89,22 +95,25 @@ def gradients(
     """Gradients of the sum of the losses, each weighted by its entry of ``posteriors.grad_B``."""
     exact, (_, U, T) = _exact(e_TD), cells.shape
     de_TD, dp_UD, dw_vD, db_v = (torch.zeros_like(x, dtype=exact) for x in (e_TD, p_UD, weight_vD, bias_v))
-    for blocks, place_c in _chunks(cells, weight_vD):
-        h_cD = _hidden(e_TD, p_UD, blocks)
+    least = 0.0 if exact == torch.float64 else DEAD
+    place_M = (~(posteriors.blank_BUT + posteriors.label_BUT <= least)).flatten().nonzero().squeeze(1)  # NaN stays
+    for place_c in place_M.split(_chunk_rows(weight_vD)):
+        row_c, b_c = place_c // T, place_c // (U * T)
+        frame_c = cells.frame_start_B[b_c] + place_c % T
+        prefix_c = cells.prefix_start_B[b_c] + row_c % U
+        h_cD = e_TD.index_select(0, frame_c).add_(p_UD.index_select(0, prefix_c)).relu_()
         z_cv = torch.addmm(bias_v, h_cD, weight_vD.T).to(exact)
-        grad_c = posteriors.grad_B[place_c // (U * T)]
+        grad_c = posteriors.grad_B[b_c]
         lse_c, blank_c, label_c = (x.flatten()[place_c] for x in posteriors[:3])
         blank_c, label_c = blank_c * grad_c, label_c * grad_c
-        dz_cv = (z_cv - lse_c[:, None]).exp_() * (blank_c + label_c)[:, None]
+        dz_cv = z_cv.sub_(lse_c[:, None]).exp_().mul_((blank_c + label_c)[:, None])
         _subtract(dz_cv, blank - start, blank_c)
-        _subtract(dz_cv, cells.next_BU.flatten()[place_c // T] - start, label_c)
-        dw_vD += dz_cv.T @ h_cD.to(exact)
+        _subtract(dz_cv, cells.next_BU.flatten()[row_c] - start, label_c)
+        dw_vD.addmm_(dz_cv.T, h_cD.to(exact))
         db_v += dz_cv.sum(0)
         dh_cD = torch.ops.aten.threshold_backward(dz_cv @ weight_vD.to(exact), h_cD.to(exact), 0)
-        for block, dh in zip(blocks, dh_cD.split([x.cells for x in blocks]), strict=True):
-            dh_block = dh.view(block.frames, block.prefixes, -1)
-            de_TD[block.frame : block.frame + block.frames] += dh_block.sum(1)
-            dp_UD[block.prefix : block.prefix + block.prefixes] += dh_block.sum(0)
+        de_TD.index_add_(0, frame_c, dh_cD)
+        dp_UD.index_add_(0, prefix_c, dh_cD)
     return Gradients(de_TD, dp_UD, dw_vD, db_v)
 
 
@@ -112,10 +121,14 @@ def _exact(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
+def _chunk_rows(weight_vD: Tensor) -> int:
+    return max(1, min(CHUNK_ROWS, CHUNK_BYTES // max(1, len(weight_vD) * weight_vD.dtype.itemsize)))
+
+
 def _chunks(cells: Cells, weight_vD: Tensor) -> Iterator[tuple[list[Block], Tensor]]:
     """Blocks of together at most CHUNK_ROWS cells (a larger one alone), and the places of their cells."""
     (_, U, T), device = cells.shape, weight_vD.device
-    rows = max(1, min(CHUNK_ROWS, CHUNK_BYTES // max(1, len(weight_vD) * weight_vD.dtype.itemsize)))
+    rows = _chunk_rows(weight_vD)
     u_U, t_T = torch.arange(U, device=device), torch.arange(T, device=device)
     count, own, places = 0, list[Block](), list[Tensor]()
     frame_start = prefix_start = 0

@@ -1,14 +1,10 @@
-"""A transducer's joint network on a GPU: tensor cores, chunks of cells, and no backward pass through dead cells.
+"""A transducer's joint network on a GPU: tensor cores and chunks of cells.
 
-The same as :mod:`~colonnade.kernels.transducer.joint`, with three differences:
+The same as :mod:`~colonnade.kernels.transducer.joint`, with two differences:
 
 **Tensor cores.** float32 operands are sums of bfloat16 parts, x = x₀ + x₁ + x₂ of 8 bits each, and a product is the sum
 of the products of parts i and j with i + j < n, in one GEMM whose inner dimension holds all pairs, summed in float32.
 n = 3 keeps float32's 24 bits, for the losses; n = 2 keeps 16, for gradients. bfloat16 operands have n = 1.
-
-**Dead cells.** A cell's logits enter the gradients times its posterior. Cells that alignments pass with a probability
-below DEAD are left out of the backward pass. All cells of a frame add up to at least 1, so what is left out is below
-float32's rounding. With random weights about half of all cells are dead, in a trained recogniser nearly all.
 
 **Deterministic sums.** A frame's gradient is summed by one program over its prefixes and a prefix's over its frames, in
 a fixed order, without atomic additions.
@@ -24,14 +20,12 @@ from torch import Tensor
 from triton import language as tl
 
 from colonnade.kernels.transducer.cells import Cells
-from colonnade.kernels.transducer.joint import Gradients, Posteriors
+from colonnade.kernels.transducer.joint import DEAD, Gradients, Posteriors
 
 CHUNK_BYTES = 192 << 20
 """Memory for a chunk's hidden units, logits and their gradients [bytes]; smaller chunks take longer to launch."""
 CHUNK_ROWS = 16384
 """Most cells of a chunk."""
-DEAD = 2.0**-32
-"""Largest posterior of a cell that is left out of the backward pass."""
 ROW_ALIGNMENT = 8
 """Rows of GEMM operands are padded to this many elements, 16 bytes."""
 TILE = tl.constexpr(2048)
