@@ -123,9 +123,8 @@ def experts_case(case: Case, kind: str, group: int, dtype: torch.dtype, how: Exp
 def check_ternary() -> int:
     """Each word length, units of one, two and four words, both tables; experts of every load."""
     count = 0
-    for (trits, words), rows, two_levels in itertools.product(
-        ((18, 5), (24, 6), (32, 4), (18, 12)), (1, 3), (False, True)
-    ):
+    for (trits, words), two_levels in itertools.product(((18, 5), (24, 6), (32, 4), (18, 12)), (False, True)):
+        rows = 1 + count % 3
         draw = torch.Generator().manual_seed(trits + rows)
         inputs = trits * words - 7
         weight = quantise(torch.randn(37, inputs, generator=draw), "ternary", trits)
@@ -142,7 +141,7 @@ def check_ternary() -> int:
         got = skinny_gemm.linear(x, weight, bias)
         assert got.shape == exact.shape and (got - exact).norm() <= 1e-6 * exact.norm()
     for i, load in enumerate(LOADS):
-        case = Case(9, 2, 4, 40, 33, load=load, gated=i % 3 != 1, biased=i % 2 == 1, activation="silu")
+        case = Case(5, 2, 4, 40, 33, load=load, gated=i % 3 != 1, biased=i % 2 == 1, activation="silu")
         experts_case(case, "ternary", (18, 24, 32)[i % 3], torch.float16 if i % 4 == 3 else torch.float32, None)
         count += 1
     experts_case(Case(40, 2, 4, 16, 16), "ternary", 18, torch.float32, None)  # more rows than the kernel takes

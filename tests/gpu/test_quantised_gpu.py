@@ -199,7 +199,7 @@ def test_ternary_rows(trits: int, dtype: torch.dtype) -> None:
             if 0 < rows <= triton_ternary.MAX_ROWS:
                 assert torch.equal(got[-1:], skinny_gemm.linear(x[-1:], weight, bias))
                 for two_levels in (False, True):
-                    tiles = triton_ternary.TILES._replace(two_levels=two_levels)
+                    tiles = triton_ternary.Tiles(32, 8, 1, 8, two_levels)
                     alone = triton_ternary.linear(x, weight, tiles)
                     assert (alone.double() - exact).norm() <= TOLERANCE[dtype] * exact.norm()
 
