@@ -121,13 +121,13 @@ def experts_case(case: Case, kind: str, group: int, dtype: torch.dtype, how: Exp
 
 
 def check_ternary() -> int:
-    """Each word length, units of one, two and four words, both tables; experts of every load."""
+    """Each word length, units of one, two and four words, both tables; experts."""
     count = 0
     for (trits, words), two_levels in itertools.product(((18, 5), (24, 6), (32, 4), (18, 12)), (False, True)):
         rows = 1 + count % 3
         draw = torch.Generator().manual_seed(trits + rows)
         inputs = trits * words - 7
-        weight = quantise(torch.randn(37, inputs, generator=draw), "ternary", trits)
+        weight = quantise(torch.randn(20, inputs, generator=draw), "ternary", trits)
         x = torch.randn(rows, 2 * inputs, generator=draw)[:, :inputs]
         tiles = triton_ternary.Tiles(16, 2, 1 + rows % 2, 4, two_levels)
         got, exact = triton_ternary.linear(x, weight, tiles), quantised.quantised_linear(x.double(), weight)
@@ -135,14 +135,14 @@ def check_ternary() -> int:
         assert torch.equal(triton_ternary.linear(x[:1], weight, tiles)[0], got[0])  # no row depends on others
         count += 1
     weight, bias = quantise(torch.randn(24, 70), "ternary", 18), torch.randn(24)
-    for shape in ((70,), (2, 5, 70), (0, 70), (65, 70)):
+    for shape in ((70,), (2, 2, 70), (0, 70), (65, 70)):
         x = torch.randn(shape)
         exact = quantised.quantised_linear(x.double(), weight, bias.double())
         got = skinny_gemm.linear(x, weight, bias)
         assert got.shape == exact.shape and (got - exact).norm() <= 1e-6 * exact.norm()
-    for i, load in enumerate(LOADS):
-        case = Case(5, 2, 4, 40, 33, load=load, gated=i % 3 != 1, biased=i % 2 == 1, activation="silu")
-        experts_case(case, "ternary", (18, 24, 32)[i % 3], torch.float16 if i % 4 == 3 else torch.float32, None)
+    for i, load in enumerate(("skewed", "some dropped", "all dropped")):
+        case = Case(3, 2, 4, 40, 33, load=load, gated=i % 3 != 1, biased=i % 2 == 1, activation="silu")
+        experts_case(case, "ternary", (18, 24, 32)[i % 3], torch.float16 if i == 1 else torch.float32, None)
         count += 1
     experts_case(Case(40, 2, 4, 16, 16), "ternary", 18, torch.float32, None)  # more rows than the kernel takes
     return count + 5
