@@ -21,7 +21,8 @@ SmolLM2-135M. Steps, each with as many workers:
     pinned      and cores, affinity and waiting of colonnade.cores: ``--serve.replicas`` for text and chat
     int8, int4  and quantised weights; images and text: bfloat16 weights
     student     a model in the place of a distilled one, with random weights: ResNet-18 at 224 x 224; half of the
-                classifier's layers in bfloat16; a third of SmolLM2's layers in int4
+                classifier's layers in bfloat16; a third of SmolLM2's layers in int4 (student_ladder.py has a
+                classifier that was distilled, with its accuracy)
 
 Clients are closed loops, bound to the workers in turn (pinned engines: to their router), and use the same cores. One
 service runs at a time; steps alternate over the rounds, each with servers of its own, after a warm-up. A round ends
@@ -31,7 +32,8 @@ Latencies are of all rounds together, rates are medians. On several NUMA nodes `
 engine to a node too.
 
 Stages: ``image`` pinned, with decoding, resizing and JSON beside the network of another request, or in turn with it;
-``text`` pinned, with texts (tokenised beside the forward pass) or token ids.
+``text`` pinned, with texts (tokenised beside the forward pass) or token ids. Waiting: ``pinned`` threads spin briefly,
+or sleep at once, as they do where cores are shared.
 """
 
 import argparse
@@ -76,6 +78,8 @@ LADDER = ("default", "aligned", "pinned", "bfloat16", "int8", "int4", "student")
 """Order of the plot."""
 STAGES = ("pinned, stages in turn", "pinned, token ids")
 """Steps that compare stages; not drawn."""
+ASLEEP = "pinned, threads asleep"
+"""A step whose threads sleep as soon as they wait; not drawn."""
 PICTURE = ROOT / "docs" / "assets" / "cpu_ladder.png"
 RECORD = "cpu_ladder"
 WARM_UP_S = 2.0
@@ -95,6 +99,8 @@ class Step:
     weights: str = "float32"
     ids: bool = False
     """Text is sent as token ids."""
+    asleep: bool = False
+    """A pinned worker's threads sleep as soon as they wait."""
     model: str = "model"
     """The model's folder: ``model`` or ``student``."""
 
@@ -135,6 +141,7 @@ def all_steps(service: str, settings: Settings) -> list[Step]:
             replace(pinned, name="bfloat16", flags=(*pinned.flags, "--dtype", "bfloat16"), weights="bfloat16"),
             replace(pinned, name="student", flags=("--overlap", "--model", "resnet18", "--size", "224")),
             replace(pinned, name="pinned, stages in turn", flags=image),
+            replace(pinned, name=ASLEEP, asleep=True),
         ]  # fmt: skip
 
     def quantised(kind: str) -> Step:
@@ -143,7 +150,8 @@ def all_steps(service: str, settings: Settings) -> list[Step]:
     if service == "text":
         halved = replace(pinned, name="bfloat16", flags=("--dtype", "bfloat16"), weights="bfloat16")
         student = replace(halved, name="student", model="student")
-        return [default, aligned, pinned, halved, student, replace(pinned, name="pinned, token ids", ids=True)]
+        ids = replace(pinned, name="pinned, token ids", ids=True)
+        return [default, aligned, pinned, halved, student, ids, replace(pinned, name=ASLEEP, asleep=True)]
     student = replace(quantised("int4"), name="student", model="student")
     return [default, aligned, pinned, quantised("int8"), quantised("int4"), student]
 
@@ -180,6 +188,8 @@ def model_path(service: str, step: Step, settings: Settings) -> str | Path:
 
 def environment(step: Step) -> dict[str, str]:
     """What unpinned workers get: a number of threads, and libgomp's default waiting, which the product would change."""
+    if step.asleep:
+        return {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"}
     return {} if step.pinned else {"OMP_NUM_THREADS": str(step.threads), "GOMP_SPINCOUNT": "300000"}
 
 
@@ -406,7 +416,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--clients", type=int, help="default: 4 a worker")
     parser.add_argument("--seconds", type=float, default=15, help="for each step and round")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", nargs="+", default=[], choices=[*LADDER, *STAGES], help="default: all")
+    parser.add_argument("--steps", nargs="+", default=[], choices=[*LADDER, *STAGES, ASLEEP], help="default: all")
     parser.add_argument("--patience", type=float, default=40, help="seconds until unanswered requests are cancelled")
     parser.add_argument("--rate", type=float, help="requests/s that arrive, in place of clients that wait for answers")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the JSON file")

@@ -38,6 +38,10 @@ TOPICS = {
         ("moe_cpu_backward", 3, "OLMoE-like experts on a CPU, forward + backward (lower is better)"),
         ("moe_study_h200", 0, "Held-out loss, 16 experts against dense at equal FLOPs (lower is better)"),
     ],
+    "Fine-tuning on a GPU, a Llama of 16 layers and width 2048": [
+        ("finetune_gpu", 0, "Conversations (SFT), 8 a step"),
+        ("finetune_gpu", 3, "Rewards (GRPO), a step of 32 answers of 256 tokens (lower is better)"),
+    ],
     "Serving on a GPU": [
         ("engine_h200", 0, "Continuous batching, 256 requests, Qwen3-0.6B"),
         ("serve_throughput_h200", 0, "The same streamed over HTTP"),
@@ -56,7 +60,7 @@ TOPICS = {
     ],
     "Same numbers": [
         ("perplexity_smollm2", 0, "SmolLM2-135M perplexity (lower is better)"),
-        ("quantised_quality_cpu", 0, "The same with int4 weights, rounded to nearest (lower is better)"),
+        ("compress_cpu", 0, "Its perplexity with int4 weights, groups of 64, by GPTQ (lower is better)"),
     ],
 }
 """The README's rows: (record, index of the headline, description)."""
@@ -65,6 +69,8 @@ COMPARED = [
     ("weak_scaling_4_h200", 2, "Tensor-parallel training, GPT-2 4.2B on 4 GPUs", "torch"),
     ("train_gpt2_1.2b_h200", 0, "Training, GPT-2 1.2B on 1 GPU", "transformers, compiled"),
     ("moe_layer_h200", 11, "Qwen3-30B's experts, forward + backward", "torch's grouped GEMM"),
+    ("finetune_gpu", 0, "Fine-tuning on conversations, 16 layers of width 2048", "TRL"),
+    ("finetune_gpu", 3, f"Fine-tuning by rewards (GRPO), the same model{LOWER}", "TRL, transformers samples"),
     ("decode_llama-2-7b_tp1_b1_h200_transformers", 0, "Decoding, Llama-2-7B, batch 1", "transformers, static cache"),
     ("decode_cpu", 0, "Decoding on a CPU, SmolLM2-135M, batch 1", "transformers"),
     ("decode_cpu_quantised", 0, "Decoding on a CPU, SmolLM2-135M, int4, batch 1", "llama.cpp Q4_0"),

@@ -18,7 +18,9 @@ Intel CPU performance from first principles" (PyTorch tutorials); measured by ``
 How OpenMP's threads wait must be set before torch is imported (:func:`set_openmp`), so this module does not import it.
 """
 
+import functools
 import os
+import time
 from collections.abc import Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,7 +36,10 @@ SLOW = 0.8
 """A core is an efficiency core if its capacity or top frequency is under this part of the fastest core's."""
 
 BUSY = 0.25
-"""Cores count as shared if processes have kept more than this part of the machine's busy during the last minute."""
+"""Cores count as shared if processes keep more than this part of them busy, in the last minute and at the start."""
+
+SAMPLE_S = 0.1
+"""How long the CPUs are watched where the last minute was busy: that may be a server that has just ended."""
 
 SPINS = 5000
 """Rounds for which a waiting OpenMP thread that owns its core spins before it sleeps, about 50 µs; libgomp's default is
@@ -64,7 +69,7 @@ class Machine(NamedTuple):
     quota: float | None = None
     """CPU quota of the control groups [cores]."""
     load: float = 0.0
-    """Share of the machine's CPUs that was busy during the last minute."""
+    """Share of the CPUs that processes keep busy."""
     here: int | None = None
     """CPU on which this process runs."""
 
@@ -214,9 +219,8 @@ def _blocks(
 
 def read_machine(sys: Path = SYS, proc: Path = PROC, allowed: Sequence[int] | None = None) -> Machine:
     """This machine, as far as this process may use it; ``allowed`` are the CPUs of its affinity."""
-    count = os.cpu_count() or 1
     if allowed is None:
-        allowed = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(count)
+        allowed = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     online = _read_list(sys / "cpu" / "online")
     numbers = [cpu for cpu in allowed if not online or cpu in online] or list(allowed)
     nodes = {
@@ -227,8 +231,33 @@ def read_machine(sys: Path = SYS, proc: Path = PROC, allowed: Sequence[int] | No
     cpus = [_read_cpu(sys / "cpu" / f"cpu{number}", number, nodes.get(number, 0)) for number in numbers]
     if not all(cpu.speed for cpu in cpus):
         cpus = [cpu._replace(speed=0) for cpu in cpus]
-    load = os.getloadavg()[0] / count if hasattr(os, "getloadavg") else 0.0
-    return Machine(tuple(cpus), cpu_quota(proc), load, _current_cpu(proc))
+    return Machine(tuple(cpus), cpu_quota(proc), _load(numbers, proc), _current_cpu(proc))
+
+
+def _load(cpus: Sequence[int], proc: Path) -> float:
+    """Share of the CPUs that was busy during the last minute, or is busy now if that is less."""
+    minute = os.getloadavg()[0] / (os.cpu_count() or 1) if hasattr(os, "getloadavg") else 0.0
+    return minute if minute <= BUSY else min(minute, _busy_now(tuple(cpus), proc))
+
+
+@functools.cache
+def _busy_now(cpus: tuple[int, ...], proc: Path) -> float:
+    """Share of ``cpus`` that is busy when this process asks first, before it uses them itself; 1 if unknown."""
+    before = _cpu_ticks(cpus, proc)
+    time.sleep(SAMPLE_S)
+    busy, total = (b - a for a, b in zip(before, _cpu_ticks(cpus, proc), strict=True))
+    return busy / total if total > 0 else 1.0
+
+
+def _cpu_ticks(cpus: Sequence[int], proc: Path) -> tuple[int, int]:
+    """Busy time and all time of ``cpus`` since the machine started; zeros if the kernel does not tell."""
+    names, busy, total = {f"cpu{cpu}" for cpu in cpus}, 0, 0
+    for name, *words in filter(None, map(str.split, _read_text(proc / "stat").splitlines())):
+        if name in names:
+            ticks = [int(word) for word in words[:8]]  # what follows, guests' time, is also in the first ones
+            total += sum(ticks)
+            busy += sum(ticks) - sum(ticks[3:5])  # idle, and waiting for input and output
+    return busy, total
 
 
 def cpu_quota(proc: Path = PROC) -> float | None:

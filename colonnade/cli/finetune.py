@@ -69,6 +69,8 @@ class FinetuneArgs:
 def _tune(args: FinetuneArgs, flags: Collection[str]) -> None:
     """Methods whose rows are conversations or preferences."""
     check_method_settings(args.method, [name.removeprefix("tune.") for name in flags if name.startswith("tune.")])
+    if {"tune.epochs", "train.steps"} <= set(flags):
+        raise ConfigError("--tune.epochs and --train.steps both set the length of the run; leave one out")
     derived = [name for name in ("steps", "log_every") if f"train.{name}" not in flags]
     with progress_status(f"reading {args.data}") as report:
         from colonnade.tune.tuner import Tuner, tuned_run  # imports torch, which takes seconds

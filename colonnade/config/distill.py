@@ -18,7 +18,8 @@ class DistillConfig(Config):
     vocabulary must be the run's."""
     loss: Divergence = "kl"
     """kl (Hinton 2015), reverse (the student's own view: it covers fewer modes), jsd (between both, by beta), or dist
-    (correlations within and between tokens, arXiv 2205.10536, for students much smaller than their teacher)."""
+    (correlations within and between tokens, or a classifier's examples, arXiv 2205.10536, for students much smaller
+    than their teacher)."""
     mix: float = Field(default=0.5, ge=0, le=1)
     """Share of the ordinary cross-entropy."""
     temperature: float = Field(default=1.0, gt=0, le=1e3)
@@ -29,13 +30,15 @@ class DistillConfig(Config):
     """The weights that a new run starts from: random ones, or the teacher's embedding, head and evenly spaced layers,
     for a model that differs from its teacher only in the number of layers."""
     hidden: float = Field(default=0.0, ge=0)
-    """Weight of the squared distance of the last hidden states, relative to the teacher's; needs equal widths."""
+    """Weight of the squared distance of the last hidden states (a classifier: of the pooled vectors), relative to the
+    teacher's; needs equal widths."""
     on_policy: float = Field(default=0.0, ge=0, le=1)
     """Share of the samples whose document in the middle the model in training continues from there; for what it says
     only the divergence counts (GKD, arXiv 2306.13649). One process."""
     cache: str = ""
     """A folder for the teacher's 64 most likely tokens of each token (0.5 KB), so that it answers each sample once, in
-    this run and in later ones: for kl, whose divergence then counts all other tokens as one."""
+    this run and in later ones: for kl, whose divergence then counts all other tokens as one. Of a classifier it keeps
+    all classes, for every loss."""
     weights: WeightFormat = "stored"
     """Storage format of the teacher's matrices (serve.weights)."""
     weight_group: WeightGroup = 64

@@ -3,10 +3,11 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from colonnade.config.distill import DistillConfig
 from colonnade.config.plan import Plan
 from colonnade.config.run import Device, TrainConfig
 
-DEFAULT_PLAN = Plan()
+DEFAULT_PLAN, NO_TEACHER = Plan(), DistillConfig()
 TRAIN = TrainConfig(lr=2e-5, dropout=0.1, attention_dropout=0.1, weight_decay=0.01)
 """Hyperparameters that BERT's paper fine-tunes with."""
 
@@ -47,3 +48,5 @@ class EncoderTuning:
     """The parallel layout."""
     train: TrainConfig = TRAIN
     """The optimisation; steps, lr, batch, seed and start follow from the flags above."""
+    distill: DistillConfig = NO_TEACHER
+    """classify: a fine-tuned classifier to imitate."""

@@ -79,6 +79,8 @@ class Batch:
     """For reward tuning: the fields of :class:`colonnade.model.policy_loss.PolicySettings`."""
     sampled_T: Tensor | None = None
     """bool: tokens that the model in training has sampled, in on-policy distillation."""
+    step_classes: Any = None
+    """For distillation of a classifier: the :class:`colonnade.model.class_distill_loss.StepClasses`."""
     tasks_T: Tensor | None = None
     """int64: the task of each token's document; None if documents have no tasks."""
     source_tokens_S: Tensor | None = None

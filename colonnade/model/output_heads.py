@@ -197,7 +197,7 @@ class Classes:
 
     def __call__(self, x_tD: Tensor, T: int, output: OutputProjection) -> Tensor:
         """logits_RC."""
-        return _class_logits(Pooled(self.first_R)(x_tD, T, output), output)
+        return class_logits(Pooled(self.first_R)(x_tD, T, output), output)
 
 
 @dataclass(frozen=True)
@@ -213,8 +213,12 @@ class ClassLoss:
 
     def __call__(self, x_tD: Tensor, T: int, output: OutputProjection) -> tuple[Tensor, Tensor]:
         """(sum of the losses, number of labels) on all tp ranks; in float32, or float64 for a float64 model."""
-        logits_RC = _dropped_class_logits(Pooled(self.first_R)(x_tD, T, output), self.dropout, output)
+        logits_RC = self.logits(Pooled(self.first_R)(x_tD, T, output), output)
         return _summed_cross_entropy(logits_RC, self.labels_R, self.smoothing)
+
+    def logits(self, pooled_RD: Tensor, output: OutputProjection) -> Tensor:
+        """logits_RC of the pooled vectors, after dropout."""
+        return _dropped_class_logits(pooled_RD, self.dropout, output)
 
 
 @dataclass(frozen=True)
@@ -314,7 +318,7 @@ def _dropped_class_logits(pooled_RD: Tensor, dropout: BlockDropout | None, outpu
     """logits_RC of the pooled vectors after dropout."""
     if dropout is not None:
         pooled_RD = dropout.drop(pooled_RD, POOLED, dropout.rates.residual)
-    return _class_logits(pooled_RD, output)
+    return class_logits(pooled_RD, output)
 
 
 def _summed_cross_entropy(logits_RC: Tensor, labels_R: Tensor, smoothing: float) -> tuple[Tensor, Tensor]:
@@ -324,7 +328,8 @@ def _summed_cross_entropy(logits_RC: Tensor, labels_R: Tensor, smoothing: float)
     return total, (labels_R != IGNORE).sum()
 
 
-def _class_logits(pooled_RD: Tensor, output: OutputProjection) -> Tensor:
+def class_logits(pooled_RD: Tensor, output: OutputProjection) -> Tensor:
+    """logits_RC of pooled vectors."""
     assert output.bert is not None, "a causal model has no classifier"
     assert output.bert.classes is not None, "this model has no classifier"
     return output.bert.classes(pooled_RD)

@@ -4,9 +4,11 @@ The teacher has the student's tensor- and data-parallel layout and computes with
 otherwise (layouts, resuming, metrics, checkpoints) does not change: only the head of the forward pass is another.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,17 +16,26 @@ from torch import Tensor
 from colonnade.checkpoint.load_model import OpenedModel, open_model
 from colonnade.config import ModelConfig, RunConfig, differences
 from colonnade.config.feature_checks import check_quantised
-from colonnade.data import Corpus
+from colonnade.data import Batch, Corpus
 from colonnade.errors import ConfigError, PlanError
 from colonnade.model import Packed, Stream, Transformer
 from colonnade.model.attend import AttendBackend
+from colonnade.model.class_distill_loss import (
+    ClassAnswers,
+    ClassDistillation,
+    StepClasses,
+    StudentClasses,
+    TeacherClasses,
+)
 from colonnade.model.distill_loss import Distillation, DistillLoss, Teacher, TeacherStates
 from colonnade.model.distill_top import TopTokens
 from colonnade.model.moe import Routing
+from colonnade.model.output_heads import ClassLoss, Head
 from colonnade.model.weight_only_quant import build, copy_weight
 from colonnade.parallel.axis import Axis
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.train.initial_weights import check_same_tokenizer
+from colonnade.train.model_inputs import StepContext, model_inputs
 from colonnade.train.teacher_cache import TeacherCache, fingerprint
 
 CACHED_TOKENS = 64
@@ -49,7 +60,63 @@ class Distiller:
             return Distillation(targets_T, self._cached(self.cache, stream, attend), self.loss, sampled_T)
         return Distillation(targets_T, self._answer(stream, attend), self.loss, sampled_T)
 
+    def class_head(
+        self, stream: Stream, attend: AttendBackend, labels: ClassLoss, step: StepClasses | None
+    ) -> ClassDistillation:
+        """The head that replaces the cross-entropy of a classifier; runs the teacher, unless :meth:`prepare` did."""
+        assert isinstance(attend, Packed)
+        answers = self._classes(stream, attend, labels.first_R) if step is None else step.teacher
+        return ClassDistillation(labels, answers, self.loss, step)
+
+    @torch.no_grad()
+    def prepare(self, model: Transformer, batches: Sequence[Batch], step: StepContext) -> Sequence[Batch]:
+        """The micro-batches of a step; for a classifier's dist with several of them, with the logits of all examples.
+
+        Dropout is that of the step, so the second pass of ``model`` computes the same logits again.
+        """
+        if model.config.task_head != "classes" or self.loss.loss != "dist" or self.loss.mix == 1 or len(batches) == 1:
+            return batches
+        step, dp = replace(step, distiller=None, reports=[], pooled=[]), model.axes.dp
+        answers, logits = list[ClassAnswers](), list[Tensor]()
+        for batch in batches:
+            stream, attend, labels = model_inputs(batch, model, step)
+            assert isinstance(attend, Packed)
+            assert isinstance(labels, ClassLoss)
+            answers.append(self._classes(stream, attend, labels.first_R))
+            logits.append(model(stream, attend, StudentClasses(labels)))
+        of_rank, exact = sum(map(len, logits)), torch.promote_types(logits[0].dtype, torch.float32)
+        teacher_NC, student_NC = (
+            dp.all_gather_(torch.cat(parts).to(exact)).flatten(0, 1)
+            for parts in ([each.logits_RC for each in answers], logits)
+        )
+        starts = accumulate(map(len, logits), initial=dp.rank * of_rank)
+        return [
+            replace(batch, step_classes=StepClasses(teacher, teacher_NC, student_NC, first))
+            for batch, teacher, first in zip(batches, answers, starts, strict=False)
+        ]
+
+    @torch.no_grad()
+    def _classes(self, stream: Stream, attend: Packed, first_R: Tensor) -> ClassAnswers:
+        cache = self.cache
+        if cache is None:
+            return self._teacher_pass(stream, attend, TeacherClasses(first_R))
+
+        def answer() -> TopTokens:
+            logp_RC = self._teacher_pass(stream, attend, TeacherClasses(first_R)).logits_RC.float().log_softmax(1)
+            return TopTokens(torch.arange(cache.k, device=logp_RC.device).expand_as(logp_RC), logp_RC)
+
+        ends = attend.cu_seqlens[torch.searchsorted(attend.cu_seqlens, first_R.to(attend.cu_seqlens.dtype), right=True)]
+        inputs_2T = torch.stack((stream.tokens_T, torch.zeros_like(stream.tokens_T)))
+        if stream.segments_T is not None:
+            inputs_2T[1] = stream.segments_T
+        inputs_2T = inputs_2T.cpu()
+        keys = [cache.key(inputs_2T[:, a:b]) for a, b in zip(first_R.tolist(), ends.tolist(), strict=True)]
+        return ClassAnswers(self._from_cache(cache, keys, answer, first_R.device).logp_Tk, None)
+
     def _answer(self, stream: Stream, attend: Packed) -> Teacher:
+        return self._teacher_pass(stream, attend, TeacherStates())
+
+    def _teacher_pass(self, stream: Stream, attend: Packed, head: Head) -> Any:
         if self.teacher is None:
             self.teacher = self._load()
         routing = None
@@ -57,24 +124,33 @@ class Distiller:
             routing = Routing(torch.arange(len(stream.tokens_T), device=stream.tokens_T.device))
         stream = stream._replace(dropout=None, routing=routing)
         first_head, _ = self.teacher.axes.tp.part(self.teacher.config.heads)
-        return self.teacher(stream, replace(attend, dropout=None, first_head=first_head), TeacherStates())
+        return self.teacher(stream, replace(attend, dropout=None, first_head=first_head), head)
 
     def _cached(self, cache: TeacherCache, stream: Stream, attend: Packed) -> TopTokens:
         """The answers for whole samples, from the cache if it has all of them."""
+
+        def answer() -> TopTokens:
+            teacher = self._answer(stream, attend)
+            assert self.teacher is not None
+            return teacher.top(cache.k, self.loss.temperature, self.tp, self.teacher.config.vocab_size)
+
         samples = stream.tokens_T.split(cache.sequence)
         positions = stream.positions_T.split(cache.sequence)
         keys = [cache.key(torch.cat(pair)) for pair in zip(samples, positions, strict=True)]
+        return self._from_cache(cache, keys, answer, stream.tokens_T.device)
+
+    def _from_cache(
+        self, cache: TeacherCache, keys: Sequence[bytes], answer: Callable[[], TopTokens], device: torch.device
+    ) -> TopTokens:
+        """The records of ``keys``; if one is missing, what ``answer`` computes for all, which is then kept."""
         found = [cache.find(key) for key in keys]
         if None in found:  # another rank may have added it
             cache.scan()
             found = [known or cache.find(key) for key, known in zip(keys, found, strict=True)]
-        device = stream.tokens_T.device
         missing = torch.tensor(any(each is None for each in found), dtype=torch.int32, device=device)
         if not int(self.tp.max_(missing)):  # all tensor-parallel ranks, which compute it together
             return TopTokens(*(torch.cat(part).to(device) for part in zip(*(t for t in found if t), strict=True)))
-        teacher = self._answer(stream, attend)
-        assert self.teacher is not None
-        top = teacher.top(cache.k, self.loss.temperature, self.tp, self.teacher.config.vocab_size)
+        top = answer()
         for i, (key, known) in enumerate(zip(keys, found, strict=True)):
             if known is None and self.tp.rank == 0:
                 cache.add(key, top.rows(slice(i * cache.sequence, (i + 1) * cache.sequence)))
@@ -130,10 +206,15 @@ def load_distiller(run: RunConfig, context: DistributedContext) -> Distiller | N
     if settings.cache:
         identity = {
             "teacher": fingerprint(opened.path), "weights": settings.weights, "weight_group": settings.weight_group,
-            "dtype": run.resolved(context.device.type).train.compute_dtype, "temperature": loss.temperature,
+            "dtype": run.resolved(context.device.type).train.compute_dtype,
         }  # fmt: skip
-        k = min(CACHED_TOKENS, opened.config.vocab_size)
-        cache = TeacherCache(Path(settings.cache), identity, run.data.sequence, k)
+        if run.model.task_head == "classes":
+            cache = TeacherCache(Path(settings.cache), identity, 1, opened.config.classes)
+        else:
+            k = min(CACHED_TOKENS, opened.config.vocab_size)
+            cache = TeacherCache(
+                Path(settings.cache), identity | {"temperature": loss.temperature}, run.data.sequence, k
+            )
     return Distiller(lambda: _load(opened, run, context), loss, context.axes.tp, cache)
 
 
@@ -154,6 +235,36 @@ def _load(opened: OpenedModel, run: RunConfig, context: DistributedContext) -> T
     return teacher
 
 
+def _check_classifiers(run: RunConfig, teacher: ModelConfig) -> None:
+    name, model, settings = run.distill.teacher, run.model, run.distill
+    if teacher.task_head != "classes":
+        raise ConfigError(
+            f"distill.teacher {name} has the head '{teacher.task_head}' and does not classify; fine-tune it first"
+        )
+    if teacher.classes != model.classes:
+        raise ConfigError(
+            f"distill.teacher {name} has {teacher.classes} classes and the run's model {model.classes}; use a teacher "
+            "with the same labels"
+        )
+    if model.classes == 1:
+        raise ConfigError("distillation compares classes, and a model with classes = 1 has none; leave it out")
+    if teacher.segments != model.segments:
+        raise ConfigError(
+            f"distill.teacher {name} has {teacher.segments} segments and the run's model {model.segments}; set "
+            f"model.segments {teacher.segments}"
+        )
+    if settings.on_policy:
+        raise ConfigError("distill.on_policy continues texts, and a classifier writes none; leave it out")
+    if settings.cache and settings.hidden:
+        raise ConfigError(
+            "distill.cache keeps the teacher's classes, and hidden compares pooled vectors; leave one of them out"
+        )
+    if settings.loss == "dist" and run.train.batch == 1:
+        raise ConfigError(
+            "distill.loss dist compares the examples of a step, and train.batch is 1; set it to 2 or more"
+        )
+
+
 def _check_models(run: RunConfig, teacher: ModelConfig) -> None:
     name, model = run.distill.teacher, run.model
     if teacher.vocab_size != model.vocab_size:
@@ -161,8 +272,13 @@ def _check_models(run: RunConfig, teacher: ModelConfig) -> None:
             f"distill.teacher {name} has a vocabulary of {teacher.vocab_size}, and the run's model one of "
             f"{model.vocab_size}; use a teacher with the same tokenizer"
         )
-    if not (teacher.causal and model.causal) or (teacher.task_head, model.task_head) != ("unembed", "unembed"):
-        raise ConfigError("distillation is for models that predict the next token; leave distill.teacher out")
+    if model.task_head == "classes":
+        _check_classifiers(run, teacher)
+    elif not (teacher.causal and model.causal) or (teacher.task_head, model.task_head) != ("unembed", "unembed"):
+        raise ConfigError(
+            f"distillation is for models that predict the next token, here '{model.task_head}' from "
+            f"'{teacher.task_head}', and for classifiers (colonnade finetune --method classify); leave it out"
+        )
     if teacher.positions == "learned" and teacher.context < run.data.sequence:
         raise ConfigError(
             f"data.sequence {run.data.sequence} is longer than the context {teacher.context} of distill.teacher "
@@ -184,7 +300,7 @@ def _check_models(run: RunConfig, teacher: ModelConfig) -> None:
                 f"--model.layers {teacher.layers // 2 or 1}"
             )
     if run.distill.cache:
-        if run.distill.loss != "kl" or run.distill.hidden:
+        if model.task_head != "classes" and (run.distill.loss != "kl" or run.distill.hidden):
             raise ConfigError(
                 f"distill.cache keeps the teacher's most likely tokens, which serve kl only, not {run.distill.loss} "
                 f"with hidden {run.distill.hidden:g}; leave distill.cache out"

@@ -239,13 +239,23 @@ def check_same_tokenizer(opened: OpenedModel, model: str, setting: str, corpus: 
 
     Without both tokenizers only the vocabulary sizes can be compared.
     """
+    if corpus.has_tokenizer:
+        split = corpus.split("train")
+        tokens = split.read(0, min(PROBE_TOKENS, split.tokens)).tolist()
+        remedy = f"make it again with colonnade corpus … --tokenizer {model}"
+        check_same_encoding(opened, model, setting, corpus.tokenizer, tokens, str(corpus.path), remedy)
+
+
+def check_same_encoding(
+    opened: OpenedModel, model: str, setting: str, tokenizer: Tokenizer, tokens: list[int], data: str, remedy: str
+) -> None:
+    """Raise :class:`ConfigError` if ``model``'s tokenizer encodes the text of ``tokens``, by ``tokenizer``, otherwise.
+
+    ``data`` has these tokens.
+    """
     theirs = Tokenizer.from_model(opened.tokenizer_source)
-    if theirs is None or not corpus.has_tokenizer:
+    if theirs is None:
         return
-    split = corpus.split("train")
-    text = corpus.tokenizer.decode(split.read(0, min(PROBE_TOKENS, split.tokens)).tolist())
-    if theirs.encode(text) != corpus.tokenizer.encode(text):
-        raise ConfigError(
-            f"{corpus.path} was made with another tokenizer than that of {setting} {model}; make it again with "
-            f"colonnade corpus … --tokenizer {model}"
-        )
+    text = tokenizer.decode(tokens)
+    if theirs.encode(text) != tokenizer.encode(text):
+        raise ConfigError(f"{data} was made with another tokenizer than that of {setting} {model}; {remedy}")

@@ -119,7 +119,8 @@ def _teacher_rows(run: RunConfig, device: str) -> dict[str, int]:
     samples = min(t.micro_batch, t.batch // plan.data_ranks)
     rows = max(1, min(CHUNK_ROWS[device], CHUNK_BYTES[device] // (2 * vocabulary * each), samples * run.data.sequence))
     states = samples * run.data.sequence * config.width * BYTES[t.compute_dtype]
-    found = {"teacher": weights + 4 * rows * vocabulary * each + 2 * states}
+    logits = 0 if config.task_head == "classes" else 4 * rows * vocabulary * each
+    found = {"teacher": weights + logits + 2 * states}
     if settings.on_policy:  # an engine with a copy of the weights
         own = Transformer(run.model, device="meta", dtype=getattr(torch, t.compute_dtype))
         keys = 2 * run.model.layers * run.model.kv_heads * run.model.head_width * BYTES[t.compute_dtype]

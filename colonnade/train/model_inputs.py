@@ -27,6 +27,7 @@ from colonnade.model import (
     Stream,
     Transformer,
 )
+from colonnade.model.class_distill_loss import ClassDistillation
 from colonnade.model.contrastive import ContrastiveLoss, Embeddings
 from colonnade.model.distill_loss import Distillation
 from colonnade.model.moe import DispatchOptions, LayerReport, Routing, TokenGroups
@@ -69,7 +70,7 @@ VALIDATION = StepContext()
 
 LossHead = (
     Loss | Pretraining | ClassLoss | ChoiceLoss | SpanLoss
-    | Distillation | PreferenceLoss | SequenceLogprobs | PolicyLoss | ContrastiveLoss
+    | Distillation | ClassDistillation | PreferenceLoss | SequenceLogprobs | PolicyLoss | ContrastiveLoss
 )  # fmt: skip
 """Heads that give (loss sum, number of targets)."""
 
@@ -142,7 +143,10 @@ def model_inputs(
             choices = len(batch.predicted_R) // len(first_R)
             labels_Q = targets_R[::choices]
             return stream, attend, ChoiceLoss(rows_R, choices, labels_Q, step.label_smoothing, pooler_dropout)
-        return stream, attend, ClassLoss(rows_R, targets_R, step.label_smoothing, pooler_dropout)
+        labels = ClassLoss(rows_R, targets_R, step.label_smoothing, pooler_dropout)
+        if step.distiller is not None:
+            return stream, attend, step.distiller.class_head(stream, attend, labels, batch.step_classes)
+        return stream, attend, labels
     if config.task_head == "spans":
         assert first_R is not None, "span targets belong to sequences"
         return stream, attend, SpanLoss(cu, longest, first_R, targets_R.reshape(-1, 2))

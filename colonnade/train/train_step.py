@@ -195,6 +195,8 @@ class TrainStep:
             step_dropout(self.train, number, self.model.config, count.device),
             distiller=self.distiller,
         )
+        if self.distiller is not None:
+            micro_batches = self.distiller.prepare(self.model, micro_batches, step)
         sizes = [len(batch.tokens_T) for batch in micro_batches]
         sources = [len(batch.source_tokens_S) for batch in micro_batches if batch.source_tokens_S is not None]
         if self.model.config.moe is not None:

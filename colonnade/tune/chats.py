@@ -118,18 +118,6 @@ def _kind(value: object) -> str:
             return "an object"
 
 
-def read_conversations(
-    path: str | Path, tokenizer: Tokenizer, report: Report = lambda _line: None
-) -> list[Conversation]:
-    """The conversations of a file; raises :class:`DataError` as :func:`conversation` does."""
-    return [conversation(row, tokenizer, where) for where, row in read_rows(path, report)]
-
-
-def read_preferences(path: str | Path, tokenizer: Tokenizer, report: Report = lambda _line: None) -> list[Preference]:
-    """The preferences of a file; raises :class:`DataError` as :func:`preference`."""
-    return [preference(row, tokenizer, where) for where, row in read_rows(path, report)]
-
-
 def conversation(row: Mapping[str, Any], tokenizer: Tokenizer, where: str = "row") -> Conversation:
     """The tokens of a row of messages, or of a prompt and a completion.
 
@@ -185,7 +173,26 @@ def _messages(value: object, key: str, where: str) -> list[Message]:
     for number, message in enumerate(messages, 1):
         if fault := _fault(message):
             raise DataError(f"{where}, message {number} of '{key}' {fault}")
-    return messages
+    return [_for_template(message) for message in messages]
+
+
+def _for_template(message: Message) -> Message:
+    """A valid message as the server gives it to a chat template: text parts joined, arguments of calls as objects."""
+    content = message.get("content") or ""
+    if isinstance(content, list):
+        content = "".join(part["text"] for part in content)
+    message = {**message, "content": content}
+    if calls := message.pop("tool_calls", None):
+        message["tool_calls"] = [
+            {**call, "function": {**call["function"], "arguments": _arguments(call["function"])}} for call in calls
+        ]
+    return message
+
+
+def _arguments(function: Mapping[str, Any]) -> object:
+    """A call's arguments; OpenAI's clients send them as JSON. Raises :class:`ValueError` for text that is not JSON."""
+    arguments = function.get("arguments") or {}
+    return json.loads(arguments) if isinstance(arguments, str) else arguments
 
 
 ROLES: tuple[str, ...] = get_args(Role)
@@ -206,8 +213,33 @@ def _fault(message: Any) -> str | None:
         return f"is of role '{role}' and has {missing}; write a text"
     if not (content is None or isinstance(content, str | list)):
         return f"is of role '{role}', and its 'content' is {_kind(content)}; write a text"
+    if isinstance(content, list) and not all(isinstance(part, dict) and isinstance(part.get("text"), str)
+                                             and part.get("type") == "text" for part in content):  # fmt: skip
+        return "has parts that are not text; write a text"
+    if message.get("tool_calls"):
+        if role != "assistant":
+            return f"is of role '{role}' and has 'tool_calls', which belong to the assistant; remove them"
+        if fault := _calls_fault(message["tool_calls"]):
+            return fault
     if not isinstance(message.get("train", True), bool):
         return f"has 'train': {message['train']!r:.60}; write true or false"
+    return None
+
+
+def _calls_fault(calls: object) -> str | None:
+    """What is wrong with ``tool_calls``, and the remedy."""
+    if not isinstance(calls, list):
+        return f"has 'tool_calls' that are {_kind(calls)}; write a list"
+    for number, call in enumerate(calls, 1):
+        function = call.get("function") if isinstance(call, dict) else None
+        if not (isinstance(function, dict) and isinstance(function.get("name"), str)):
+            return f"has a tool call, number {number}, without 'function' and its 'name'; write both"
+        try:
+            arguments = _arguments(function)
+        except (ValueError, RecursionError):
+            arguments = None
+        if not isinstance(arguments, dict):
+            return f"calls '{function['name']:.60}' with arguments that are no JSON object; write one"
     return None
 
 

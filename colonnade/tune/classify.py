@@ -31,6 +31,7 @@ from colonnade.data.batch import power_of_two
 from colonnade.errors import ConfigError, DataError
 from colonnade.model import IGNORE, Classes, Packed, Stream, Transformer
 from colonnade.train.data_feed import EVAL_EVERY, MakeFeed
+from colonnade.train.initial_weights import check_same_encoding
 from colonnade.train.loop import Trainer
 from colonnade.train.run_log import Summary
 from colonnade.train.trackers import OpenTracker
@@ -158,6 +159,13 @@ class ExampleFeed:
         fixed_shape = check_settings(run)
         self._sha256 = examples.sha256
         self.tokenizer = start_tokenizer(run)
+        if run.distill.teacher and self.tokenizer is not None:
+            teacher = open_model(run.distill.teacher)
+            some = [token for i in range(min(16, len(examples))) for token in examples.at(i)[0].tolist()]
+            remedy = "use a student with the teacher's tokenizer"
+            check_same_encoding(
+                teacher, run.distill.teacher, "distill.teacher", self.tokenizer, some, self.name, remedy
+            )
 
         def loader(part: Examples) -> Loader:
             t = run.train
@@ -249,8 +257,11 @@ def check_settings(run: RunConfig) -> bool:
             raise ConfigError(
                 f"data.{name} is {value}, and applies to text: fine-tuning uses examples; leave it at {default}"
             )
-    if run.distill.teacher:
-        raise ConfigError(f"distill.teacher is {run.distill.teacher}, and classifiers are not distilled; leave it out")
+    if run.distill.teacher and (model.task_head == "spans" or model.classes == 1):
+        raise ConfigError(
+            f"distill.teacher is {run.distill.teacher}, and distillation compares classes, not spans or choices; leave "
+            "it out"
+        )
     if model.moe is not None and model.moe.router.kind == "task":
         raise ConfigError("router 'task' needs the task of each token, and examples have none; use another router")
     needs_fixed_shape = {"plan.pp": run.plan.pp > 1, "train.compile": t.compile, "train.cuda_graph": t.cuda_graph,
@@ -265,8 +276,8 @@ def check_settings(run: RunConfig) -> bool:
 
 
 def start_tokenizer(run: RunConfig) -> Tokenizer | None:
-    """The tokenizer of the resumed checkpoint, or of ``train.pretrained_checkpoint``."""
-    source = native.newest(run.folder) or run.train.pretrained_checkpoint
+    """The tokenizer of the resumed checkpoint, of ``train.pretrained_checkpoint``, or of the teacher."""
+    source = native.newest(run.folder) or run.train.pretrained_checkpoint or run.distill.teacher
     return Tokenizer.from_model(open_model(source).tokenizer_source) if source else None
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from colonnade.checkpoint.hf.pooling import read_pooling
 from colonnade.checkpoint.load_model import load_model, open_for_plan, open_model
 from colonnade.config import AS_TRAINED, DataConfig, Device, EncoderTuning, Plan, RunConfig
 from colonnade.data.tokenizer import Tokenizer
@@ -72,6 +73,8 @@ def finetune_encoder(settings: EncoderTuning, report: Callable[[str], None] = la
     if longest > opened.config.context:
         raise ConfigError(f"--sequence {longest} is more than the encoder's context of {opened.config.context}")
     task = make_task(settings.method, Pair(tokenizer, longest), rows, held_out, test)
+    if settings.distill.teacher and isinstance(task, ClassifyTask):
+        check_teacher_labels(settings.distill.teacher, task.labels)
     examples = task.examples(rows)
     predictions: dict[Path, Any] = {}
 
@@ -113,6 +116,18 @@ def make_task(method: str, pair: Pair, rows: Sequence[Any], *others: Sequence[An
     if method == "choice":
         return ChoiceTask(pair, len(rows[0].options))
     return SpanTask(pair, impossible=any(not row.answers for part in (rows, *others) for row in part or ()))
+
+
+def check_teacher_labels(teacher: str, labels: Sequence[str]) -> None:
+    """Raise :class:`ConfigError` if the Hugging Face folder ``teacher`` names other classes than ``labels``."""
+    folder = open_model(teacher).path
+    names = read_pooling(folder, kind=False).labels if folder.is_dir() else ()
+    unnamed = tuple(f"LABEL_{i}" for i in range(len(names)))
+    if names not in ((), unnamed) and names != tuple(labels):
+        raise ConfigError(
+            f"distill.teacher {teacher} has the classes {', '.join(names)} and the data {', '.join(labels)}; use a "
+            "teacher with the same labels in the same order"
+        )
 
 
 def median_run(runs: Sequence[SeedRun]) -> SeedRun:
@@ -158,6 +173,7 @@ def _run_config(
     return RunConfig(
         name=f"lr{lr:g}-batch{batch}-seed{seed}", runs=settings.runs / name, device=settings.device, model=model,
         data=DataConfig(sequence=longest, seed=seed), plan=settings.plan, train=train,
+        distill=settings.distill,
     )  # fmt: skip
 
 

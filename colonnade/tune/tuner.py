@@ -26,10 +26,10 @@ from colonnade.tune.chats import (
     Conversation,
     Conversations,
     Report,
+    conversation,
     encode_prompt,
     fit_conversation,
-    read_conversations,
-    read_preferences,
+    preference,
     read_rows,
 )
 from colonnade.tune.embed import check_same_texts, embed_feed, read_texts, resolve_contrast
@@ -88,11 +88,10 @@ def _sft(source: DataSource) -> Data:
     run, tune, data, held_out, tokenizer, report = source
 
     def read(path: str | Path) -> Conversations:
-        rows = read_conversations(path, tokenizer, report)
         longest, V = run.data.sequence, run.model.vocab_size
         return Conversations(
-            [fit_conversation(row, longest, V, f"{path}, row {number}", truncate=tune.truncate)
-             for number, row in enumerate(rows, 1)]
+            [fit_conversation(conversation(row, tokenizer, where), longest, V, where, truncate=tune.truncate)
+             for where, row in read_rows(path, report)]
         )  # fmt: skip
 
     rows = read(data)
@@ -107,9 +106,11 @@ def _dpo(source: DataSource) -> Data:
     def read(path: str | Path) -> Conversations:
         longest, V = run.data.sequence, run.model.vocab_size
         sides: list[Conversation] = []
-        for number, pair in enumerate(read_preferences(path, tokenizer, report), 1):
-            where = f"{path}, row {number}"
-            chosen, rejected = (fit_conversation(side, longest, V, where, truncate=tune.truncate) for side in pair)
+        for where, row in read_rows(path, report):
+            chosen, rejected = (
+                fit_conversation(side, longest, V, where, truncate=tune.truncate)
+                for side in preference(row, tokenizer, where)
+            )
             if chosen == rejected:  # their gradients would cancel
                 raise DataError(
                     f"{where} has the same first {longest:,} tokens in 'chosen' and 'rejected'; raise --sequence, or "

@@ -224,7 +224,7 @@ def test_pairs_that_are_equal_once_they_are_cut(tmp_path: Path) -> None:
     start, prompt = tuning.start(tmp_path), "a long question, longer than a sequence of this run"
     rows = [{"prompt": "a", "chosen": prompt + " yes", "rejected": prompt + " no"}]
     file, tune = tuning.write_rows(tmp_path / "rows.jsonl", rows), TuneConfig(truncate=True)
-    with pytest.raises(DataError, match="row 1 has the same first 8 tokens in 'chosen' and 'rejected'"):
+    with pytest.raises(DataError, match="line 1 has the same first 8 tokens in 'chosen' and 'rejected'"):
         Tuner(tuned_run(start, runs=tmp_path, device="cpu", sequence=8), file, "dpo", tune)
     Tuner(tuned_run(start, runs=tmp_path, device="cpu"), file, "dpo", tune)
 

@@ -12,6 +12,8 @@ import tokenizers
 import torch
 import transformers
 
+from colonnade.api import load, save
+from colonnade.checkpoint import native
 from colonnade.checkpoint.hf.write import write_hf
 from colonnade.checkpoint.load_model import open_model
 from colonnade.cli import main
@@ -397,6 +399,38 @@ def test_command(method: str, start: Path, tmp_path: Path, capsys: pytest.Captur
     assert len(results["runs"]) == 2 and results["test"][metric] == results["median"][metric]
     if method != "span":
         assert results["median"]["accuracy"] == results["ensemble"]["accuracy"] == 1.0
+
+
+@pytest.mark.slow
+def test_command_with_a_teacher(start: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The student's runs learn from the median run of the teacher; choices have no teacher."""
+    file = str(write_data(tmp_path, "classify"))
+    words = ["finetune", str(start), "--data", file, "--held_out", file, "--device", "cpu", "--runs", str(tmp_path)]
+    words += ["--epochs", "6", "--lrs", "1e-2", "--batches", "8", "--seeds", "1", "--sequence", "24", "--method"]
+    main([*words, "classify", "--name", "teacher"])
+    teacher = json.loads((tmp_path / "teacher" / "results.json").read_text())["median"]["folder"]
+    learn = ["--distill.teacher", teacher, "--distill.loss", "dist", "--distill.mix", "0.2"]
+    main([*words, "classify", "--name", "student", *learn])
+    result = json.loads((tmp_path / "student" / "results.json").read_text())["median"]
+    assert result["accuracy"] == 1.0
+    newest = native.newest(Path(result["folder"]))
+    assert newest is not None
+    kept = native.read_meta(newest).run
+    assert kept is not None and (kept.distill.teacher, kept.distill.loss) == (teacher, "dist")
+    folder = tmp_path / "named"
+    with load(teacher, device="cpu") as model:
+        save(model, folder, format="hf")
+    named = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(named | {"id2label": {"0": "1", "1": "0"}}))
+    with pytest.raises(SystemExit):
+        main([*words, "classify", "--name", "named", "--distill.teacher", str(folder)])
+    said = " ".join(capsys.readouterr().err.split())
+    assert "has the classes 1, 0 and the data 0, 1; use a teacher with the same labels in the same order" in said
+    (tmp_path / "choice").mkdir()
+    words[3] = words[5] = str(write_data(tmp_path / "choice", "choice"))
+    with pytest.raises(SystemExit):
+        main([*words, "choice", *learn])
+    assert "distillation compares classes, not spans or choices" in " ".join(capsys.readouterr().err.split())
 
 
 def test_settings(start: Path, tmp_path: Path) -> None:

@@ -19,8 +19,7 @@ from colonnade.tune.chats import (
     encode_prompt,
     fit_conversation,
     preference,
-    read_conversations,
-    read_preferences,
+    read_rows,
 )
 from colonnade.tune.packing import pack_rows
 from tests import tokens
@@ -144,12 +143,44 @@ def test_prompts_of_a_wrong_form_are_named() -> None:
         encode_prompt(2.5, tokenizer(), "row 7")
     with pytest.raises(DataError, match="row 7: 'rejected' is a text; write a list of messages"):
         preference({"chosen": TALK, "rejected": "no"}, tokenizer(), "row 7")
+    with pytest.raises(DataError, match="row 7 lacks 'chosen' or 'rejected'"):
+        preference({"prompt": "a", "completion": "b"}, tokenizer(), "row 7")
+    with pytest.raises(DataError, match="row 7 has the same tokens as 'chosen' and 'rejected'"):
+        preference({"prompt": "a", "chosen": "b", "rejected": "b"}, tokenizer(), "row 7")
+
+
+def test_messages_reach_the_template_as_the_server_sends_them() -> None:
+    reads_calls = (
+        "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% for c in m.tool_calls or [] %}"
+        "{{ c.function.name }}({% for k, v in c.function.arguments.items() %}{{ k }}={{ v }}{% endfor %})"
+        "{% endfor %}{{ eos_token }}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    call = {"id": "1", "type": "function", "function": {"name": "find", "arguments": '{"at": 3}'}}
+    parts = [{"type": "text", "text": "where"}, {"type": "text", "text": "?"}]
+    sent = [{"role": "user", "content": parts}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    of = tokenizer(reads_calls)
+    row = conversation({"messages": sent}, of)
+    assert counted(row, of) == f"find(at=3){END}"
+    served = [ChatMessage.model_validate(message).for_template() for message in sent]
+    assert row.tokens == of.encode_chat(served, add_generation_prompt=False)
+    as_object = {**call, "function": {"name": "find", "arguments": {"at": 3}}}
+    assert conversation({"messages": [sent[0], {**sent[1], "tool_calls": [as_object]}]}, of) == row
+    for calls, message in (
+        ([{**call, "function": {"name": "find", "arguments": "{"}}], "calls 'find' with arguments that are no JSON"),
+        ([{**call, "function": {"name": "find", "arguments": "[1]"}}], "calls 'find' with arguments that are no JSON"),
+        ([{"function": {}}], "has a tool call, number 1, without 'function' and its 'name'"),
+        ({"a": 1}, "has 'tool_calls' that are an object; write a list"),
+    ):
+        with pytest.raises(DataError, match=message):
+            conversation({"messages": [sent[0], {**sent[1], "tool_calls": calls}]}, of)
+    with pytest.raises(DataError, match="has parts that are not text"):
+        conversation({"messages": [said("user", [{"type": "image_url"}]), TALK[2]]}, of)  # type: ignore[arg-type]
+    with pytest.raises(DataError, match="which belong to the assistant"):
+        conversation({"messages": [{**sent[0], "tool_calls": [call]}, TALK[2]]}, of)
 
 
 def test_the_roles_are_those_of_the_server() -> None:
     assert ChatMessage.model_fields["role"].annotation == Role
-    calls = [said("user", "x"), {"role": "assistant", "content": None, "tool_calls": [{"id": "a"}]}, *TALK[1:3]]
-    assert conversation({"messages": calls}, tokenizer()).tokens  # an answer may consist of calls
 
 
 def test_without_a_chat_template_rows_are_texts() -> None:
@@ -177,7 +208,7 @@ def test_templates_that_change_earlier_messages_are_refused() -> None:
 
 
 def test_bad_files(tmp_path: Path) -> None:
-    file, of = tmp_path / "rows.jsonl", tokenizer()
+    file = tmp_path / "rows.jsonl"
     good = json.dumps({"prompt": "a", "completion": "b"})
     array = "is one JSON array; write one object a line, without the brackets and the commas between objects$"
     for text, message in (
@@ -193,21 +224,14 @@ def test_bad_files(tmp_path: Path) -> None:
     ):
         file.write_text(text)
         with pytest.raises(DataError, match=message):
-            read_conversations(file, of)
+            list(read_rows(file))
     file.write_bytes(good.encode() + b'\n{"a": \xff\xfe')
     with pytest.raises(DataError, match=r"line 2 is not UTF-8: byte 0xff, byte 7 of the line; save the file as UTF-8$"):
-        read_conversations(file, of)
+        list(read_rows(file))
     file.write_text(good, encoding="utf-8-sig")
-    assert len(read_conversations(file, of)) == 1
+    assert len(list(read_rows(file))) == 1
     with pytest.raises(DataError, match="cannot read"):
-        read_conversations(tmp_path, of)
-    file.write_text(good)
-    assert len(read_conversations(file, of)) == 1
-    with pytest.raises(DataError, match="lacks 'chosen' or 'rejected'"):
-        read_preferences(file, of)
-    file.write_text(json.dumps({"prompt": "a", "chosen": "b", "rejected": "b"}))
-    with pytest.raises(DataError, match="same tokens"):
-        read_preferences(file, of)
+        list(read_rows(tmp_path))
 
 
 def test_long_conversations_are_refused_or_cut() -> None:

@@ -236,6 +236,8 @@ def test_the_help_of_finetune(capsys: pytest.CaptureFixture[str]) -> None:
     assert "data.sequence" not in shown
     output = error_of(capsys, "finetune", "absent", "--data", "absent", "--train.steps", "0")
     assert output == "ConfigError: --train.steps is 0: input should be greater than 0"
+    output = error_of(capsys, "finetune", "absent", "--data", "absent", "--train.steps", "3", "--tune.epochs", "2")
+    assert output == "ConfigError: --tune.epochs and --train.steps both set the length of the run; leave one out"
 
 
 def test_the_help_names_the_methods_of_each_setting() -> None:

@@ -242,6 +242,34 @@ def test_threads_that_own_their_cores_spin_briefly():
     assert not place(Machine((Cpu(0, 0), Cpu(1, 0))), 2)[0].owned, "two hardware threads share a core"
 
 
+@pytest.mark.parametrize(
+    ("minute", "ticks", "expected"),
+    [
+        (0.1, (0, 0), 0.1),  # not watched at all
+        (0.9, (1, 9), 0.1),  # a server has just ended
+        (0.9, (8, 2), 0.8),
+        (0.5, (9, 1), 0.5),
+        (0.9, (0, 0), 0.9),  # the kernel does not tell
+    ],
+)
+def test_a_busy_minute_is_forgotten_where_the_cores_are_idle_now(
+    tree: Tree, monkeypatch: pytest.MonkeyPatch, minute: float, ticks: tuple[int, int], expected: float
+):
+    """Only this process's CPUs count; time spent as a guest is also part of user time."""
+    tree.add_cpus(single(range(4)))
+    monkeypatch.setattr("os.getloadavg", lambda: (minute * (os.cpu_count() or 1), 0.0, 0.0))
+    tree.proc.mkdir()
+    stat = tree.proc / "stat"
+
+    def write(busy: int, idle: int) -> None:
+        own = [f"cpu{i} {100 + busy} 2 3 {400 + idle} 5 6 7 8 100 2" for i in (0, 1)]
+        stat.write_text("\n".join(["cpu 9 9 9 9 9 9 9 9 9 9", *own, f"cpu2 {100 * busy} 0 0 0 0 0 0 0 0 0", "intr 5"]))
+
+    write(0, 0)
+    monkeypatch.setattr("time.sleep", lambda _: write(*ticks))
+    assert read_machine(tree.sys, tree.proc, (0, 1)).load == pytest.approx(expected)
+
+
 def test_openmp_variables():
     environ: dict[str, str] = {}
     set_openmp(environ, 4, owned=True)

@@ -251,6 +251,32 @@ def test_paged_attention_matches_the_reference(native: str, dtype: torch.dtype, 
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_heads_that_are_read_together_do_not_change_bits(native: str, dtype: torch.dtype, threads: None) -> None:
+    """Five (bfloat16: ten) heads of 200 fit the bytes of a key that are read at once; threads cut within a group."""
+    K, group, H, page, length = 11, 3, 200, 16, 300
+    pages = -(-length // page)
+    table = PageTable(
+        torch.arange(pages, dtype=torch.int32)[None], torch.tensor([0, 1], dtype=torch.int32),
+        torch.tensor([length], dtype=torch.int32), page, 1, length,
+    )  # fmt: skip
+    q = rows(1, K * group, H).to(dtype)
+    k, v = (rows(pages, page, K, H, seed=i).to(dtype) for i in (1, 2))
+    assert_close(
+        whole := kernels.paged(q, guarded(k), guarded(v), table),
+        attention_reference.paged(q.double(), k.double(), v.double(), table),
+    )
+    for count in (2, 5, 16, 64):
+        torch.set_num_threads(count)
+        assert torch.equal(kernels.paged(q, k, v, table), whole)
+    for i in range(K):
+        own = slice(i * group, (i + 1) * group)
+        one = kernels.paged(
+            q[:, own].contiguous(), k[:, :, i : i + 1].contiguous(), v[:, :, i : i + 1].contiguous(), table
+        )
+        assert torch.equal(one, whole[:, own])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_rotary_and_cache_write_match_the_reference(native: str, dtype: torch.dtype) -> None:
     for seed, (T, K, group, H) in enumerate(((1, 1, 1, 2), (4, 3, 2, 10), (6, 2, 4, 64))):
         qkv, slots = rows(T, K * (group + 2) * H, seed=seed).to(dtype), torch.randperm(5 * 4)[:T]

@@ -160,7 +160,9 @@ def test_steps_on_eight_cores():
         "bfloat16",
         "student",
         "pinned, token ids",
+        cpu_ladder.ASLEEP,
     ]
+    assert cpu_ladder.environment(cpu_ladder.steps_of("image", settings)[-1])["GOMP_SPINCOUNT"] == "0"
 
 
 def test_own_thread_settings_are_not_inherited(monkeypatch: pytest.MonkeyPatch):

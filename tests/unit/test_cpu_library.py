@@ -79,6 +79,27 @@ def test_a_damaged_file_is_compiled_again() -> None:
         assert library._compiled("portable", library.CACHE_FOLDER) == path and library._is_whole(path)
 
 
+def test_a_wheel_s_library_needs_no_compiler(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    built = library.SOURCE.parent / "built"
+    built.mkdir()
+    (built / library.built_name("portable")).write_bytes(b"for another machine")
+    with monkeypatch.context() as patch:
+        patch.setattr(library.shutil, "which", lambda _: None)
+        with pytest.raises(library.BuildError, match="no compiler"):
+            library.load_for("portable")
+    assert "does not load" in caplog.text
+    paths = library.build_all(built)
+    names = ["avx512", "avx2"] if library.platform.machine() == "x86_64" else ["portable"]
+    assert [path.name for path in paths] == [library.built_name(name) for name in names]
+    monkeypatch.setattr(library.shutil, "which", lambda _: None)
+    for name in names:
+        assert library.load_for(name).colonnade_run(None, 0, 1) == 7
+    library.load_for.cache_clear()
+    library.SOURCE.write_text(TINY + "\n")  # of another version
+    with pytest.raises(library.BuildError, match="no compiler"):
+        library.load_for(names[0])
+
+
 def compile_one(folder: Path, source: Path) -> str:
     library.SOURCE = source
     return str(library._compiled("portable", folder))

@@ -87,7 +87,7 @@ def test_compile_error_shows_the_compiler_output(tmp_path: Path) -> None:
 
 @compiles
 @pytest.mark.sample(3)
-@pytest.mark.parametrize("width", [80, 128, 256])
+@pytest.mark.parametrize("width", [64, 80, 128, 256])
 @pytest.mark.parametrize("cache", [torch.bfloat16, torch.float8_e4m3fn, torch.int8], ids=str)
 @pytest.mark.parametrize(("group", "lines"), [(5, 1), (8, 500)])
 def test_decode_kernel_has_no_spills(width: int, cache: torch.dtype, group: int, lines: int, tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend(const __grid_con
   auto ask_queries = [&](const Item& item, const Queries& who) { raw_queries(a, q_next, 0, item, who, g, t); };
 #endif
 
-  // -- loading: which tile is next, and its page, looked up a tile ahead
+  // -- loading: which tile is next, and its page, looked up one or 32 tiles ahead
   int next = 0, head = f0.y, end = f1.x, tile = count ? first_tile(f0.w, member) : 0, last = (end + TOKENS - 1) / TOKENS;
 #if FIXED && TEAM < 8
   int low = f0.w / TOKENS, base = f0.w / FIXED * CHUNK_TILES, turn = 0;  // the first tile; the chunk's; of its streams
@@ -66,16 +66,49 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend(const __grid_con
   if (count) { tile = stream_tile(base, 0, member, low); to_stream(); }
 #endif
   const int* table = a.pages + (i64)f0.x * a.pages_r;
-  int page = 0, stage = 0;
+// Pages of up to 64 tokens change with nearly every tile of a warp. Wider heads did not become faster by this.
+#define PAGES_AHEAD (H <= 64 && PAGE <= 64 && !(FIXED && TEAM < 8))
+#if !PAGES_AHEAD
+  int page = 0;
+  auto look_up_pages = [&]() {  // of the next tile
+    const int column = tile * TOKENS / PAGE;
+    page = column < a.columns ? __ldg(table + column) : -1;
+  };
+  auto page_of_tile = [&]() { return page; };
+#else
+  // Lane i has the page of this warp's i-th next tile, and of the 32 behind them: a look-up one tile ahead would wait
+  // behind the keys that are already asked for.
+  int pages_now = 0, pages_later = 0, nth = 0;
+  auto pages_from = [&](int first) {
+    const int at = first + lane * STREAMS, column = at * TOKENS / PAGE;
+    return at < last && column < a.columns ? __ldg(table + column) : -1;
+  };
+  auto look_up_pages = [&]() {
+    pages_now = pages_from(tile);
+    pages_later = pages_from(tile + 32 * STREAMS);
+    nth = 0;
+  };
+  auto page_of_tile = [&]() {
+    if (nth == 32) {
+      pages_now = pages_later;
+      pages_later = pages_from(tile + 32 * STREAMS);
+      nth = 0;
+    }
+    return __shfl_sync(~0u, pages_now, nth++);
+  };
+#endif
+  int stage = 0;
   u32 pages_there = 0;  // a bit for each stage
   int4 n0 = f0, n1 = f1;  // lane i has item i of 32
   auto seek = [&]() {
+    bool moved = !PAGES_AHEAD;
     while (tile >= last && next < count) {
       if (++next == count) break;
       if (next % 32 == 0 && next + lane < count) {
         n0 = __ldg(items + 2 * (next + lane));
         n1 = __ldg(items + 2 * (next + lane) + 1);
       }
+      moved = true;
       const int from = next % 32;
       table = a.pages + (i64)__shfl_sync(~0u, n0.x, from) * a.pages_r;
       head = __shfl_sync(~0u, n0.y, from);
@@ -90,13 +123,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend(const __grid_con
       tile = first_tile(__shfl_sync(~0u, n0.w, from), member);
 #endif
     }
-    if (tile < last) {
-      const int column = tile * TOKENS / PAGE;
-      page = column < a.columns ? __ldg(table + column) : -1;
-    }
+    if (moved && tile < last) look_up_pages();
   };
   auto load = [&]() {
     if (tile < last) {
+      const int page = page_of_tile();
       const bool there = (u32)page < (u32)a.cache_pages;
       const int token0 = tile * TOKENS, left = there ? end - token0 : 0;
       const i64 at = there ? page : 0;
@@ -116,10 +147,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend(const __grid_con
     stage = stage + 1 == STAGES ? 0 : stage + 1;
   };
   // What is waited for comes late in the program: copies begin two dependent reads after the start.
-  if (tile < last) {
-    const int column = tile * TOKENS / PAGE;
-    page = column < a.columns ? __ldg(table + column) : -1;
-  }
+  if (tile < last) look_up_pages();
   if (lane < count) {
     n0 = __ldg(items + 2 * lane);
     n1 = __ldg(items + 2 * lane + 1);

@@ -1,14 +1,15 @@
-"""Compiles ``decode.cpp`` (with its headers) at first use, for the processor's instruction set, and loads it.
+"""Loads ``decode.cpp`` (with its headers), compiled for the processor's instruction set.
 
     avx512     AVX-512 with VNNI
     avx2       AVX2 with FMA
     portable   any other processor, in vectors of four floats; only on request on x86-64, where torch is faster
 
-The compiler is the system's; compiling takes a few seconds, once. A library's file name is a hash of all that it
-depends on: source, headers, options, compiler and its version. The file ends with a checksum, so that a damaged one is
-compiled again, and is written under a temporary name and then renamed, so that processes may compile at the same time.
-A library is loaded from the cache only if nobody but this user can have written it; otherwise it is compiled into a
-private folder.
+A wheel has the libraries of its platform in ``built`` (``hatch_build.py``); their file names have a hash of source,
+headers and options. Without them the system's compiler runs at first use, which takes some seconds, once. A compiled
+library's file name is a hash of all that it depends on: source, headers, options, compiler and its version. The file
+ends with a checksum, so that a damaged one is compiled again, and is written under a temporary name and then renamed,
+so that processes may compile at the same time. A library is loaded from the cache only if nobody but this user can have
+written it; otherwise it is compiled into a private folder.
 """
 
 import ctypes
@@ -90,8 +91,25 @@ def best_instruction_set(cpuinfo: Path) -> str:
 
 @functools.cache
 def load_for(instruction_set: str) -> ctypes.CDLL:
-    """The library for one of :data:`INSTRUCTION_SETS`, compiled if it is not cached; raises BuildError."""
+    """The library for one of :data:`INSTRUCTION_SETS`, compiled if no wheel or cache has it; raises BuildError."""
+    if (path := SOURCE.parent / "built" / built_name(instruction_set)).is_file():
+        try:
+            return _bind(path)
+        except BuildError as error:  # e.g. built for a newer C library
+            log.warning("%s; compiling it", error)
     return _bind(_compiled(instruction_set, CACHE_FOLDER.expanduser()))
+
+
+def built_name(instruction_set: str) -> str:
+    """The file name of a library in a wheel."""
+    key = [*(path.read_text() for path in sources()), *OPTIONS, *INSTRUCTION_SETS[instruction_set]]
+    return f"{instruction_set}-{hashlib.sha256(chr(0).join(key).encode()).hexdigest()[:16]}.so"
+
+
+def build_all(folder: Path) -> list[Path]:
+    """Compile what a wheel for this machine's kind has, into ``folder``; raises BuildError."""
+    names = [name for name in INSTRUCTION_SETS if (name in CPU_FLAGS) == (platform.machine() == "x86_64")]
+    return [_compile(_compiler(), [*OPTIONS, *INSTRUCTION_SETS[name]], folder / built_name(name)) for name in names]
 
 
 def _bind(path: Path) -> ctypes.CDLL:
@@ -107,9 +125,7 @@ def _bind(path: Path) -> ctypes.CDLL:
 
 def _compiled(instruction_set: str, folder: Path) -> Path:
     """The library's file, in ``folder`` if that can be trusted, else in a new private folder."""
-    compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
-    if compiler is None:
-        raise BuildError(f"no compiler: install one of {', '.join(COMPILERS)}")
+    compiler = _compiler()
     options = [*OPTIONS, *INSTRUCTION_SETS[instruction_set]]
     version = _run([compiler, "--version"]).splitlines()[0]
     key = [*(path.read_text() for path in sources()), *options, compiler, version]
@@ -144,6 +160,13 @@ def untrusted(path: Path) -> str | None:
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         return f"others may write to {path}; chmod go-w {path}"
     return None
+
+
+def _compiler() -> str:
+    compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
+    if compiler is None:
+        raise BuildError(f"no compiler: install one of {', '.join(COMPILERS)}")
+    return compiler
 
 
 def _is_whole(path: Path) -> bool:

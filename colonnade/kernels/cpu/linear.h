@@ -146,10 +146,13 @@ struct Linear {
     }
 
     // Requests the first weights that this thread will read in run().
-    void announce(int thread, int threads, std::atomic<int64_t>* taken) const {
+    PREFETCHING void announce(int thread, int threads, std::atomic<int64_t>* taken) const {
         const Share mine = cut_by_rows(threads) ? Share{0, weight.outputs} : queue(thread, threads, taken).own();
         const int64_t bytes = row_bytes(weight, Dtype(dtype)), left = (mine.end - mine.begin) * bytes;
-        prefetch(static_cast<const char*>(weight.values) + mine.begin * bytes, left < AHEAD ? left : AHEAD);
+        for (const Matrix* matrix : {&weight, &gate}) {
+            if (matrix->values == nullptr) continue;
+            prefetch_far(static_cast<const char*>(matrix->values) + mine.begin * bytes, left < AHEAD ? left : AHEAD);
+        }
     }
 
     void finish(Share part, int64_t row, float* ys, float* gs) const {

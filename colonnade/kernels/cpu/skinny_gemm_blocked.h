@@ -117,8 +117,8 @@ template <int G> struct Int4Blocks {
             Ints dots[R][VECTORS], others[R][VECTORS];  // two sums for one row, which is bound by latency
             for (int r = 0; r < R; r++)
                 for (int v = 0; v < VECTORS; v++) dots[r][v] = others[r][v] = broadcast_int(0);
-            prefetch(p + AHEAD, at == 0 ? G / 2 * BLOCK : 0);
-            if (at == 0) prefetch(pairs + AHEAD / 8, BLOCK * 4);
+            prefetch_far(p + AHEAD, at == 0 ? G / 2 * BLOCK : 0);
+            if (at == 0) prefetch_far(pairs + AHEAD / 8, BLOCK * 4);
             for (int k = 0; k < G / 8; k++) {
                 for (int v = 0; v < VECTORS; v++) {
                     const Bytes bytes = load_bytes(p + (k * VECTORS + v) * UNIT);
