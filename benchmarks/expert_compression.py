@@ -49,19 +49,19 @@ TINY = SHAPE.replace(
 
 @dataclass
 class Text:
-    """Tokens in windows (W, 513) to train on, and to measure on."""
+    """Tokens in windows (W, 513), or of another length, to train on, and to measure on."""
 
     train: Tensor
     held_out: Tensor
 
 
-def read(path: Path | None, vocab_size: int, device: torch.device, *, tiny: bool) -> Text:
+def read(path: Path | None, vocab_size: int, device: torch.device, *, tiny: bool, window: int = WINDOW) -> Text:
     documents = [text for _, text in sotu_documents()] if path is None else [path.read_text("utf-8")]
     if tiny:
         documents = [document[:20_000] for document in documents[-3:]]
     tokenizer = Tokenizer.train(documents, vocab_size)
     ids = torch.tensor([token for document in documents for token in tokenizer.encode(document)], device=device)
-    windows = ids[: len(ids) // (WINDOW + 1) * (WINDOW + 1)].view(-1, WINDOW + 1)
+    windows = ids[: len(ids) // (window + 1) * (window + 1)].view(-1, window + 1)
     held_out = max(1, min(64, len(windows) // 20))
     return Text(windows[:-held_out], windows[-held_out:])
 

@@ -7,7 +7,8 @@
 
 Each row is a new process that reads a prompt of 24 tokens and generates greedily. ``first_token_s`` is from the start
 of the process, imports included, to the first token, ``first_token_cpu_s`` its CPU time until then, and ``step_ms`` the
-median of the next steps. Processes of all rows take turns.
+median of the next steps. ``disk_mb`` is what the process reads: the package, or the checkpoint. Processes of all rows
+take turns.
 
     package          the exported package
     8 bits           the package that --pt2e makes
@@ -181,10 +182,15 @@ def main(argv: list[str] | None = None) -> None:
             row: dict[str, Cell] = {"who": who}
             for key in MEASURED:
                 row[key] = figures(statistics.median(float(one[key] or 0) for one in runs[who]))
+            row["disk_mb"] = round(_bytes_of(folder / PACKAGES.get(who, "model")) / 1e6, 1)
             row["same_tokens"] = runs[who][0]["tokens"] == runs["package"][0]["tokens"]
             rows.append(row)
             print(line(row), flush=True)
         report(name, rows, notes=notes, headlines=_headlines(rows), folder=out)
+
+
+def _bytes_of(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def _headlines(rows: list[dict[str, Cell]]) -> list[Headline]:

@@ -18,7 +18,7 @@ from colonnade.kernels.experts import reference
 from colonnade.kernels.experts import triton_quantised as experts_gpu
 from colonnade.kernels.experts.reference import Weights
 from colonnade.kernels.experts.tiles import GroupedTiles as ExpertTiles
-from colonnade.kernels.linear import gptq_columns, skinny_gemm, triton_gptq
+from colonnade.kernels.linear import gptq_columns, skinny_gemm, ternary, triton_gptq, triton_ternary
 from colonnade.kernels.linear import reference as linear_reference
 from colonnade.kernels.linear import reference as quantised
 from colonnade.kernels.linear.gptq_columns import Rounding
@@ -120,6 +120,48 @@ def experts_case(case: Case, kind: str, group: int, dtype: torch.dtype, how: Exp
     assert error < (2e-3 if dtype == torch.float16 else 1e-5), (case, kind, error)
 
 
+def check_ternary() -> int:
+    """Each word length, units of one, two and four words, both tables; experts."""
+    count = 0
+    for (trits, words), two_levels in itertools.product(((18, 5), (24, 6), (32, 4), (18, 12)), (False, True)):
+        rows = 1 + count % 3
+        draw = torch.Generator().manual_seed(trits + rows)
+        inputs = trits * words - 7
+        weight = quantise(torch.randn(20, inputs, generator=draw), "ternary", trits)
+        x = torch.randn(rows, 2 * inputs, generator=draw)[:, :inputs]
+        tiles = triton_ternary.Tiles(16, 2, 1 + rows % 2, 4, two_levels)
+        got, exact = triton_ternary.linear(x, weight, tiles), quantised.quantised_linear(x.double(), weight)
+        assert (got - exact).norm() < 1e-6 * exact.norm(), (trits, rows, two_levels)
+        assert torch.equal(triton_ternary.linear(x[:1], weight, tiles)[0], got[0])  # no row depends on others
+        count += 1
+    weight, bias = quantise(torch.randn(24, 70), "ternary", 18), torch.randn(24)
+    for shape in ((70,), (2, 2, 70), (0, 70), (65, 70)):
+        x = torch.randn(shape)
+        exact = quantised.quantised_linear(x.double(), weight, bias.double())
+        got = skinny_gemm.linear(x, weight, bias)
+        assert got.shape == exact.shape and (got - exact).norm() <= 1e-6 * exact.norm()
+    for i, load in enumerate(("skewed", "some dropped", "all dropped")):
+        case = Case(3, 2, 4, 40, 33, load=load, gated=i % 3 != 1, biased=i % 2 == 1, activation="silu")
+        experts_case(case, "ternary", (18, 24, 32)[i % 3], torch.float16 if i == 1 else torch.float32, None)
+        count += 1
+    experts_case(Case(40, 2, 4, 16, 16), "ternary", 18, torch.float32, None)  # more rows than the kernel takes
+    return count + 5
+
+
+def check_ternary_tables() -> int:
+    """Both levels say of every word what the table of all words says."""
+    for trits in ternary.NONZERO:
+        used = ternary.word_count(trits)
+        block, starts, rest = triton_ternary.blocks(trits)
+        start = starts[block[:used].long()]
+        entries = rest[torch.arange(used) - (start & 0xFFFF)]
+        found = torch.stack([start >> 16, *(entries >> 8 * j & 255 for j in range(ternary.NONZERO[trits] - 1))])
+        exact = torch.stack([triton_ternary.places(trits)[:used] >> 8 * j & 255 for j in range(4)])
+        exact = exact[: ternary.NONZERO[trits]]
+        assert torch.equal(found.sort(0).values, exact.sort(0).values)
+    return len(ternary.NONZERO)
+
+
 @rows_alike()
 def check_fixed_products() -> int:
     """Close to float64, and a row's bits do not depend on the batch."""
@@ -213,6 +255,8 @@ if __name__ == "__main__":
         check_registered_kernel,
         check_dequantise,
         check_experts,
+        check_ternary,
+        check_ternary_tables,
         check_fixed_products,
         check_fixed_attention,
         check_norms,

@@ -17,7 +17,7 @@ from colonnade.kernels import permute
 from colonnade.kernels.experts import reference
 from colonnade.kernels.experts import triton_quantised as experts_gpu
 from colonnade.kernels.experts.reference import Weights
-from colonnade.kernels.linear import gptq_columns, skinny_gemm, triton_gptq
+from colonnade.kernels.linear import gptq_columns, skinny_gemm, triton_gptq, triton_ternary
 from colonnade.kernels.linear import reference as linear_reference
 from colonnade.kernels.linear.gptq_columns import Rounding
 from colonnade.kernels.linear.quantise import dequantise, quantise
@@ -180,3 +180,38 @@ def test_gptq_with_the_default_kernel_is_as_good_as_on_a_cpu(kind: str) -> None:
     if kind != "sparse24":
         plain = dequantise(nearest(w_FD, kind, 32), torch.float32)
         assert on_gpu < 0.6 * error(plain - w_FD, damped(h_DD))
+
+
+@pytest.mark.parametrize("trits", [18, 24, 32])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_ternary_rows(trits: int, dtype: torch.dtype) -> None:
+    """Both tables, units of one, two and four words; beyond the kernel's rows the reference."""
+    draw = torch.Generator("cuda").manual_seed(0)
+    for outputs, inputs in ((333, 1000), (64, 4096), (512, 2048), (17, 40)):
+        weight = quantise(torch.randn(outputs, inputs, generator=draw, device="cuda"), "ternary", trits)
+        bias = torch.randn(outputs, generator=draw, device="cuda").to(dtype)
+        for rows in (0, 1, 2, 8, 64, 65):
+            x = torch.randn(rows, inputs, generator=draw, device="cuda").to(dtype)
+            exact = linear_reference.quantised_linear(x.double(), weight)
+            got = skinny_gemm.linear(x, weight, bias)
+            assert got.shape == exact.shape and got.dtype == dtype
+            assert (got.double() - exact - bias.double()).norm() <= 2 * TOLERANCE[dtype] * exact.norm()
+            if 0 < rows <= triton_ternary.MAX_ROWS:
+                assert torch.equal(got[-1:], skinny_gemm.linear(x[-1:], weight, bias))
+                for two_levels in (False, True):
+                    tiles = triton_ternary.Tiles(32, 8, 1, 8, two_levels)
+                    alone = triton_ternary.linear(x, weight, tiles)
+                    assert (alone.double() - exact).norm() <= TOLERANCE[dtype] * exact.norm()
+
+
+@pytest.mark.parametrize("case", [LAYERS[0], Case(1, 8, 64, 256, 320), Case(8, 4, 16, 200, 100), LAYERS[-1]], ids=str)
+@pytest.mark.parametrize("trits", [18, 24, 32])
+def test_ternary_experts(trits: int, case: Case) -> None:
+    x, routing, *stacks = (None if w is None else w.detach() for w in case.leaves(torch.bfloat16, "cuda"))
+    packed = in_fewer_bits(Weights(*stacks), "ternary", trits)
+    order_R, ends_E = permute.sort(case.ids().cuda(), case.E, case.rows())
+    exact = reference.routed(
+        x.double(), order_R, ends_E, routing.double(), written_out(packed, torch.float64), case.activation
+    )
+    got = experts_gpu.routed(x, order_R, ends_E, routing, packed, case.activation)
+    assert (got.double() - exact).norm() <= 6e-3 * exact.norm()

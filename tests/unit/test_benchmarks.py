@@ -27,6 +27,7 @@ import gptq_columns
 import int8_step
 import moe_cpu
 import moe_layer
+import moe_to_dense
 import prefill
 import quantised_linear
 import quantised_quality
@@ -34,6 +35,7 @@ import skinny_gemm
 import speech
 import speech_delay
 import speech_streams
+import ternary_rows
 import weak_scaling
 from colonnade import api
 from colonnade.config import Plan
@@ -389,6 +391,24 @@ def test_expert_compression_benchmark(tmp_path: Path) -> None:
     assert size["keep 2, reap"] == size["merge 2"] == size["all experts"] // 4
     assert size["ternary 0.5 bits"] < size["ternary 0.889 bits"] < size["int4 g32 gptq, keep 2 by reap"]
     assert all(row["perplexity"] > 1 for row in rows.values())
+
+
+@pytest.mark.slow
+def test_moe_to_dense_benchmark(tmp_path: Path) -> None:
+    moe_to_dense.main(["--tiny", "--seeds", "0", "--out", str(tmp_path)])
+    rows = {row["what"]: row for row in json.loads((tmp_path / "moe_to_dense.json").read_text())["rows"]}
+    assert list(rows) == ["mixture", "dense", "student", "Switch's way", "side by side, CE"]
+    gain = rows["dense"]["nats"] - rows["mixture"]["nats"]
+    # Nats are rounded to four digits, and the gain of four steps is as small.
+    kept = (rows["dense"]["nats"] - rows["student"]["nats"]) / gain if gain else math.inf
+    assert rows["student"]["kept_percent"] * kept > 0
+    assert rows["student"]["start_nats"] == rows["side by side, CE"]["start_nats"]
+
+
+def test_ternary_rows_benchmark(tmp_path: Path) -> None:
+    ternary_rows.main(["--tiny", "--out", str(tmp_path)])
+    rows = json.loads((tmp_path / "ternary_rows.json").read_text())["rows"]
+    assert {row["weights"] for row in rows} == set(ternary_rows.KINDS)
 
 
 def test_int8_step_benchmark(tmp_path: Path) -> None:

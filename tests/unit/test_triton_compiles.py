@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.compiled import SHARED_BYTES, SPILLED_BYTES, compiled, registers, spilled
+from tests.compiled import SHARED_BYTES, SPILLED_BYTES, compiled, disassembled, loop, registers, spilled
 
 pytestmark = [
     pytest.mark.sample(6),
@@ -251,6 +251,26 @@ def test_decode_expert_kernels_prefetch_16_bytes_at_a_time(tmp_path: Path) -> No
         assert weight_bytes < built.metadata.shared <= room
         copies = len(re.findall(r"cp\.async\.cg[^;]*, 0x10", built.asm["ptx"]))
         assert copies * 16 * 32 * 4 > weight_bytes
+
+
+@pytest.mark.parametrize(("words", "unit", "two_levels"), [(4, "*i64", False), (1, "*i16", True)])
+def test_ternary_lanes_share_the_inputs_of_a_word(words: int, unit: str, two_levels: bool, tmp_path: Path) -> None:
+    """32 lanes have the same word of 32 outputs: the loop exchanges nothing between lanes, and spills nothing."""
+    from colonnade.kernels.linear import triton_ternary
+
+    constants = triton_ternary.Constants(
+        32, 8, 1, words, 18, 4, two_levels, E_PAD=8, TOKENS=True, GATED=True, ACT="silu", WEIGHTED=True
+    )
+    matrix = triton_ternary.Matrix(unit, "*bf16", "constexpr")
+    two = ("*i32", "*u8", "*i32") if two_levels else ("*i32", "constexpr", "constexpr")
+    types = {"matrix": matrix, "gate": matrix, "tables": triton_ternary.Tables(*two)}
+    types |= {"order_ptr": "*i64", "ends_ptr": "*i64", "weights_ptr": "*bf16", "x_ptr": "*bf16", "y_ptr": "*bf16"}
+    types |= dict.fromkeys(("outputs", "inputs", "E", "stride", "active", "units"), "i32")
+    built = compiled(triton_ternary.ternary_kernel, types, {"C": constants}, warps=8)
+    assert spilled(built, tmp_path) == 0
+    body = loop(disassembled(built, tmp_path), "LDG.E.U16", inner=True)
+    assert not any(" STS" in line or " SHFL" in line for line in body)
+    assert sum("LDG.E.U16" in line for line in body) >= 4 * words  # x, and words of 16 bits
 
 
 @pytest.mark.parametrize(("frames", "columns"), [(256, 1024), (2048, 32)])

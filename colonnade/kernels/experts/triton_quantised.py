@@ -9,6 +9,9 @@ no more memory than single tokens. Both compute (W xᵀ), with a tile of weights
 the left operand from registers, where the weights are dequantised. Quantised weights are read once per tile of an
 expert's rows; a decode step has one tile per expert. :mod:`~colonnade.kernels.experts.triton_tile_schedule` defines the
 order of tiles; rows past the last end are not written. Nothing synchronises with the device.
+
+Ternary experts have kernels of their own for a few rows (:mod:`~colonnade.kernels.linear.triton_ternary`), and the
+reference for more.
 """
 
 from typing import Any, NamedTuple
@@ -30,6 +33,7 @@ from colonnade.kernels.experts.triton_tile_schedule import (
     locate_tile,
     padded_experts,
 )
+from colonnade.kernels.linear import triton_ternary
 from colonnade.kernels.linear.quantise import INT4_PER_WORD, Quantised
 from colonnade.kernels.linear.triton_quantised import nibble, scale_and_low
 from colonnade.kernels.triton_constants import constexprs
@@ -170,6 +174,10 @@ def routed(
     tiles: GroupedTiles | None = None,
 ) -> Tensor:  # fmt: skip
     """y_TD (see :func:`quantised.routed`); ``tiles`` overrides the choice made here."""
+    if all(w is None or w.kind == "ternary" for w in weights[:3]) and len(order_R) <= triton_ternary.MAX_ROWS:
+        x_TD, weights_TA, ends_E = row_contiguous(x_TD), weights_TA.contiguous(), ends_E.contiguous()
+        y = triton_ternary.routed_rows(x_TD, order_R, ends_E, weights_TA, weights, activation)
+        return combine_rows(y, order_R, *weights_TA.shape, ends_E=ends_E)
     if any(w is not None and w.needs_reference for w in weights[:3]):
         return reference.routed(x_TD, order_R, ends_E, weights_TA, weights, activation)
     x_TD, weights_TA, ends_E = row_contiguous(x_TD), weights_TA.contiguous(), ends_E.contiguous()

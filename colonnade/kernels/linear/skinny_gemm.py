@@ -8,6 +8,7 @@
     to 64        quantised     split-K, with weights dequantised in registers (``triton_quantised.py``)
     more         float8        x quantised to float8, row-wise scales, float8 tensor cores (as in float8 training)
     more         quantised     W dequantised once to memory, then the library's GEMM
+    to 64        ternary       words looked up in a table (``triton_ternary.py``); more: the reference
 
 So float8 weights round x to e4m3 for prompts but not for single tokens, and near ties can resolve differently. Where a
 gradient is needed, plain torch computes (:mod:`~colonnade.kernels.linear.reference`).
@@ -29,6 +30,7 @@ from colonnade.kernels.linear import (
     triton_quantised,
     triton_skinny_gemm,
     triton_skinny_gemm_tensor_core,
+    triton_ternary,
 )
 from colonnade.kernels.linear.quantise import INT4_PER_WORD, Quantised, power_of_two_scale
 from colonnade.kernels.linear.reference import Gate, Matrix, NormWeights
@@ -44,6 +46,8 @@ PROGRAMS_PER_SM = 4
 def linear(x_TD: Tensor, weight: Matrix, bias_F: Tensor | None = None) -> Tensor:
     """y_TF (see :func:`reference.linear` and :func:`reference.quantised_linear`), for any number of rows."""
     if _needs_reference(weight):
+        if weight.kind == "ternary" and x_TD.numel() // weight.inputs <= triton_ternary.MAX_ROWS:
+            return _ternary_linear(x_TD, weight, bias_F)
         return reference.quantised_linear(x_TD, weight, bias_F)
     x = x_TD if x_TD.dim() == 2 else x_TD.reshape(-1, x_TD.shape[-1])
     tiles = None if _needs_grad(x, weight) else select_tiles(x, weight, gated=False)
@@ -234,6 +238,14 @@ def _needs_reference(weight: Matrix) -> TypeGuard[Quantised]:
 
 def _needs_grad(x_TD: Tensor, weight: Matrix) -> bool:
     return torch.is_grad_enabled() and any(x.requires_grad for x in (x_TD, weight) if isinstance(x, Tensor))
+
+
+def _ternary_linear(x_TD: Tensor, weight: Quantised, bias_F: Tensor | None) -> Tensor:
+    if _needs_grad(x_TD, weight):
+        return reference.quantised_linear(x_TD, weight, bias_F)
+    x = x_TD.reshape(-1, weight.inputs)
+    y = triton_ternary.linear(x if x.stride(1) == 1 else x.contiguous(), weight)
+    return (y if bias_F is None else y + bias_F).view(*x_TD.shape[:-1], weight.outputs)
 
 
 def _unfused_linear(x_TD: Tensor, weight: Matrix, bias_F: Tensor | None) -> Tensor:

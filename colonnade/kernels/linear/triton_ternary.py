@@ -1,0 +1,289 @@
+"""Products of a few rows with ternary weights in Triton, for single matrices and for the experts of a decode step.
+
+    y_r = s ⊙ Σ_words Σ_(j < k) ± x[n · word + place_j]            k of n weights of a word are not 0
+
+A word is looked up in a table of its places and signs, a byte each (:func:`places`), so that a word takes k loads of x
+and k sums, and not n of each. The lanes of a warp have the same word of 32 outputs: all their places are then within
+the n inputs of this word, 36 to 64 bytes, which one access of the level-1 cache reads. Each row of x is a program of
+its own: rows share nothing but the caches, and their results do not depend on each other.
+
+``TWO_LEVELS``: a table of 256 KB is looked up in 88 KB. Words ascend as numbers, so those with the same last place and
+sign are consecutive, and count the words of the places before it in the same order: a table of bytes has the block of a
+word, a second one where the block begins, a third the places of the difference.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+from triton import language as tl
+
+from colonnade.kernels.experts.triton_activation import activate
+from colonnade.kernels.linear import ternary
+from colonnade.kernels.linear.quantise import Quantised
+from colonnade.kernels.triton_constants import constexprs
+
+MAX_ROWS = 64
+"""Rows up to which these kernels are used."""
+BN, FEW_BLOCKS = 32, 256
+"""Outputs of a program, a warp's lanes; blocks of outputs below which inputs are split more."""
+TWO_LEVEL_WORDS = 1 << 22
+"""Words of a launch from which the tables of two levels are faster: they fill the level-1 caches sooner, with 88 KB."""
+PRESENT, NEGATIVE = 32, 128
+"""Bits of a byte of :func:`places`; the lower five are the place."""
+
+
+class Matrix(NamedTuple):
+    """Pointers of one or more ternary matrices: units of words, scales, bias."""
+
+    units: Any
+    scales: Any
+    bias: Any
+
+
+class Tables(NamedTuple):
+    """Pointers of tables."""
+
+    places: Any
+    """:func:`places`, or the last table of :func:`blocks`."""
+    blocks: Any
+    starts: Any
+
+
+class Tiles(NamedTuple):
+    """How a program computes: BN outputs in S splits of the inputs, UNROLL units at a time."""
+
+    BN: int
+    S: int
+    UNROLL: int
+    warps: int
+    two_levels: bool = False
+
+
+class Constants(NamedTuple):
+    """Compile-time constants of :func:`ternary_kernel`."""
+
+    BN: int
+    S: int
+    UNROLL: int
+    PER: int
+    """Words in a unit: 4 (int64), 2 (int32) or 1 (int16)."""
+    TRITS: int
+    COUNT: int
+    """k."""
+    TWO_LEVELS: bool
+    E_PAD: int = 0
+    """A power of two of at least E; 0 for a single matrix."""
+    TOKENS: bool = False
+    """Whether rows of x are tokens, to be found by ``order``."""
+    GATED: bool = False
+    ACT: str = ""
+    BIASED: bool = False
+    WEIGHTED: bool = False
+    """Whether rows are multiplied by their choices' routing weights."""
+
+
+@functools.cache
+def places(trits: int, device: torch.device | str = "cpu") -> Tensor:
+    """int32 (65536,): the places of each word that are not 0, ascending, a byte each with :data:`PRESENT` and sign."""
+    return _bytes(ternary.table(trits), trits).to(device)
+
+
+@functools.cache
+def blocks(trits: int, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor, Tensor]:
+    """The tables of two levels.
+
+    uint8 (65536,): the block of each word. int32 (128,): each block's first word, and 2¹⁶ times the byte of its last
+    place. int32: as :func:`places`, of words that lack their last place, by their number in the block.
+    """
+    codes = ternary.table(trits)[: ternary.word_count(trits)]
+    entries = _bytes(codes, trits)
+    count = sum((entries >> 8 * j & PRESENT != 0).int() for j in range(4))
+    assert isinstance(count, Tensor)
+    last = torch.where(count > 0, entries >> 8 * (count - 1).clamp(min=0) & 255, 0)
+    new = torch.cat((torch.ones(1, dtype=torch.bool), last[1:] != last[:-1]))
+    block = torch.zeros(ternary.TABLE_WORDS, dtype=torch.uint8)
+    block[: len(codes)] = (new.cumsum(0) - 1).to(torch.uint8)
+    first = new.nonzero().flatten()
+    starts = torch.zeros(128, dtype=torch.int32)
+    starts[: len(first)] = (first | last[first] << 16).int()
+    rest = entries[(count < ternary.NONZERO[trits]) & (codes >= 0)]  # the last of 32 trits has the sign bit
+    return block.to(device), starts.to(device), rest.to(device)
+
+
+def _bytes(codes: Tensor, trits: int) -> Tensor:
+    found, count = torch.zeros_like(codes), torch.zeros_like(codes)
+    for i in range(trits):
+        trit = codes >> 2 * i & 3
+        byte = i + PRESENT + NEGATIVE * (trit == 2).long()
+        found += torch.where(trit != 0, byte << 8 * count, 0)
+        count += (trit != 0).long()
+    return torch.where(found >= 1 << 31, found - (1 << 32), found).int()
+
+
+@triton.jit
+def _term(byte, x_row, at, inputs):
+    """± x of one byte of a table's entry; 0 where it says nothing."""
+    d = at + (byte & 31)
+    x = tl.load(x_row + d, ((byte & 32) != 0) & (d < inputs), 0.0).to(tl.float32)
+    return tl.where((byte & 128) != 0, -x, x)
+
+
+@triton.jit
+def _word(word, x_row, at, inputs, tables, C: tl.constexpr):
+    """Σ ± x of a word whose first input is ``at``."""
+    if C.TWO_LEVELS:
+        start = tl.load(tables.starts + tl.load(tables.blocks + word).to(tl.int32))
+        total = _term(start >> 16, x_row, at, inputs)
+        rest = tl.load(tables.places + (word - (start & 0xFFFF)))
+        for j in tl.static_range(C.COUNT - 1):
+            total += _term(rest >> (8 * j), x_row, at, inputs)
+        return total
+    code = tl.load(tables.places + word)
+    total = _term(code, x_row, at, inputs)
+    for j in tl.static_range(1, C.COUNT):
+        total += _term(code >> (8 * j), x_row, at, inputs)
+    return total
+
+
+@triton.jit
+def _product(x_row, matrix, row, valid, inputs, units, tables, C: tl.constexpr):
+    """Σ_d t_d x_d (BN,) of the rows ``row`` of a matrix, whose rows have ``units`` units."""
+    step = tl.cdiv(units, C.S)
+    start = tl.arange(0, C.S)[:, None] * step
+    last = tl.minimum(start + step, units)
+    w_row = matrix.units + (row * units)[None, :]
+    total = tl.zeros([C.S, C.BN], tl.float32)
+    for first in range(0, step, C.UNROLL):
+        for i in tl.static_range(C.UNROLL):
+            u = start + first + i
+            unit = tl.load(w_row + u, (u < last) & valid[None, :], 0)
+            for j in tl.static_range(C.PER):
+                word = (unit >> (16 * j)).to(tl.int32) & 0xFFFF
+                total += _word(word, x_row, (u * C.PER + j) * C.TRITS, inputs, tables, C)
+    return tl.sum(total, 0)
+
+
+@triton.jit
+def _finished(y, matrix, row, valid, BIASED: tl.constexpr):
+    y *= tl.load(matrix.scales + row, valid, 0.0).to(tl.float32)
+    if BIASED:
+        y += tl.load(matrix.bias + row, valid, 0.0).to(tl.float32)
+    return y
+
+
+@triton.jit
+def ternary_kernel(
+    x_ptr, order_ptr, ends_ptr, weights_ptr, matrix, gate, y_ptr, outputs, inputs, E, stride, active, units, tables,
+    C: tl.constexpr,
+):  # fmt: skip
+    """y (rows, outputs), of a row of x by a matrix; with experts, by that of the row's expert."""
+    f, r = tl.program_id(0) * C.BN + tl.arange(0, C.BN), tl.program_id(1)
+    valid = f < outputs
+    expert, x_at = 0, r
+    if C.E_PAD > 0:
+        e = tl.arange(0, C.E_PAD)
+        expert = tl.sum((tl.load(ends_ptr + e, e < E, 2147483647) <= r).to(tl.int32), 0)
+        if expert >= E:
+            return
+        if C.TOKENS:
+            x_at = (tl.load(order_ptr + r) // active).to(tl.int32)
+    row = expert * outputs.to(tl.int64) + f
+    x_row = x_ptr + x_at.to(tl.int64) * stride
+    y = _finished(_product(x_row, matrix, row, valid, inputs, units, tables, C), matrix, row, valid, C.BIASED)
+    if C.GATED:
+        a = _finished(_product(x_row, gate, row, valid, inputs, units, tables, C), gate, row, valid, C.BIASED)
+        y *= activate(a, C.ACT)[0]
+    elif C.ACT != "":
+        y = activate(y, C.ACT)[0]
+    if C.WEIGHTED:
+        y *= tl.load(weights_ptr + tl.load(order_ptr + r)).to(tl.float32)
+    tl.store(y_ptr + r.to(tl.int64) * outputs + f, y.to(y_ptr.dtype.element_ty), valid)
+
+
+def select_tiles(weight: Quantised, rows: int) -> Tiles:
+    """Measured on an H200 for words of 18 weights; the splits are for enough warps where outputs are few."""
+    blocks = rows * triton.cdiv(weight.outputs, BN)
+    if weight.group == 18 and blocks * weight.values.shape[-1] >= TWO_LEVEL_WORDS // BN:
+        return Tiles(BN, 4, 1, 4, two_levels=True)
+    splits = 16 if blocks < FEW_BLOCKS else 8
+    return Tiles(BN, splits, 2, splits)
+
+
+def linear(x_TD: Tensor, weight: Quantised, tiles: Tiles | None = None) -> Tensor:
+    """y_TF (see :func:`reference.quantised_linear`), a program for each row and block of outputs."""
+    y_TF = x_TD.new_empty(len(x_TD), weight.outputs)
+    _launch(x_TD, weight, y_TF, tiles=tiles or select_tiles(weight, len(x_TD)))
+    return y_TF
+
+
+def routed_rows(
+    x_TD: Tensor,
+    order_R: Tensor,
+    ends_E: Tensor,
+    weights_TA: Tensor,
+    weights: Sequence[Quantised | Tensor | None],
+    activation: str,
+    tiles: Tiles | None = None,
+) -> Tensor:
+    """Rows w_r (W_down h_r + b) of the choices in ``order``; those past the last end are not written.
+
+    ``weights`` are :class:`~colonnade.kernels.experts.quantised.QuantisedWeights`. Nothing synchronises.
+    """
+    up, down, gate, up_b, gate_b, down_b = weights
+    assert isinstance(up, Quantised)
+    assert isinstance(down, Quantised)
+    R = len(order_R)
+    h, y = x_TD.new_empty(R, up.outputs), x_TD.new_empty(R, down.outputs)
+    _launch(
+        x_TD, up, h, tiles=tiles or select_tiles(up, R), order=order_R, ends=ends_E, active=weights_TA.shape[1],
+        bias=up_b, gate=gate, gate_bias=gate_b, activation=activation,
+    )  # fmt: skip
+    _launch(
+        h, down, y, tiles=tiles or select_tiles(down, R), order=order_R, ends=ends_E, bias=down_b, routing=weights_TA
+    )
+    return y
+
+
+def _launch(
+    x: Tensor,
+    matrix: Quantised,
+    y: Tensor,
+    *,
+    tiles: Tiles,
+    order: Tensor | None = None,
+    ends: Tensor | None = None,
+    active: int = 0,
+    bias: Any = None,
+    gate: Any = None,
+    gate_bias: Any = None,
+    routing: Tensor | None = None,
+    activation: str = "",
+) -> None:
+    if not y.numel():
+        return
+    words, trits = matrix.values.shape[-1], matrix.group
+    per = 4 if words % 4 == 0 else 2 if words % 2 == 0 else 1
+    dtype = {4: torch.int64, 2: torch.int32, 1: torch.int16}[per]
+    if tiles.two_levels:
+        block, starts, entries = blocks(trits, x.device)
+        tables = Tables(entries, block, starts)
+    else:
+        tables = Tables(places(trits, x.device), None, None)
+    constants = Constants(
+        tiles.BN, tiles.S, tiles.UNROLL, per, trits, ternary.NONZERO[trits], tiles.two_levels,
+        E_PAD=0 if ends is None else triton.next_power_of_2(len(ends)), TOKENS=active > 0, GATED=gate is not None,
+        ACT=activation, BIASED=bias is not None, WEIGHTED=routing is not None,
+    )  # fmt: skip
+
+    def pointers(part: Quantised | None, its_bias: Tensor | None) -> Matrix:
+        return Matrix(None, None, None) if part is None else Matrix(part.values.view(dtype), part.scales, its_bias)
+
+    ternary_kernel[triton.cdiv(matrix.outputs, tiles.BN), len(y)](
+        x, order, ends, routing, pointers(matrix, bias), pointers(gate, gate_bias), y, matrix.outputs, matrix.inputs,
+        0 if ends is None else len(ends), x.stride(0), max(1, active), words // per, tables, constexprs(constants),
+        num_warps=tiles.warps,
+    )  # fmt: skip
