@@ -29,7 +29,6 @@ TOPICS = {
         ("encoder_decoder_train_h100", 0, "T5-large, 1 GPU, 32 pairs of 512 and 114 tokens"),
         ("fsdp_llama_h200", 2, "Llama-3-8B, float8, FSDP over 4 GPUs"),
         ("context_h200", 0, "Llama-3.2-1B, 131,072-token sequences, context parallel over 4 GPUs"),
-        ("bubble_h200", 1, "Pipeline step, 1F1B over 4 GPUs (lower is better)"),
     ],
     "Mixture of experts": [
         ("moe_layer_h200", 9, "Mixtral's experts, forward + backward, skewed load"),
@@ -44,7 +43,6 @@ TOPICS = {
     ],
     "Serving on a GPU": [
         ("engine_h200", 0, "Continuous batching, 256 requests, Qwen3-0.6B"),
-        ("serve_throughput_h200", 0, "The same streamed over HTTP"),
         ("decode_llama-2-7b_tp1_b1_h200", 0, "Llama-2-7B, batch 1, bfloat16"),
         ("decode_llama-2-7b_int4_tp1_b1_h200", 0, "Llama-2-7B, batch 1, int4 weights"),
         ("decode_code-llama-34b_tp1_b1_h200", 0, "CodeLlama-34B, batch 1, bfloat16"),
