@@ -42,6 +42,10 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 """Signals by which users and schedulers stop a process."""
 PEER_LOST = re.compile("Connection (closed|reset) by peer|Broken pipe")
 """Gloo's error in a rank that lost a peer."""
+PEER_LOST_S = 1.0
+"""How long such a rank waits before it ends [s]. The agent polls its processes every 0.1 s and tells the exit code of
+one that has ended: with this that is the lost peer.
+"""
 GPUS_VARIABLE = "CUDA_VISIBLE_DEVICES"
 REPORTS_VARIABLE = "COLONNADE_REPORTS"
 """Environment variable of our workers: the folder for their failure reports."""
@@ -224,6 +228,8 @@ def _worker(
         if isinstance(error, SystemExit) and not error.code:
             raise
         _report(error, reports)
+        if PEER_LOST.search(str(error)):
+            time.sleep(PEER_LOST_S)
         raise SystemExit(1) from None
 
 
