@@ -181,10 +181,10 @@ def trained(name: str, model: ModelConfig, settings: Settings, rows: list[Exampl
     return run.folder
 
 
-def measured_accuracy(folder: Path, rows: list[Example], device: str) -> float:
-    """In float32."""
+def accuracies(folder: Path, data: dict[str, list[Example]], device: str) -> dict[str, float]:
+    """Of the development and the test passages, in float32."""
     with colonnade.load(folder, device=device, dtype="float32") as model:
-        return accuracy(model.transformer, rows, at_once=128)
+        return {part: accuracy(model.transformer, data[part], at_once=128) for part in ("development", "test")}
 
 
 @dataclass(frozen=True)
@@ -218,8 +218,7 @@ def train_student(job: StudentJob, settings: Settings, data: dict[str, list[Exam
         lr=job.lr, steps=settings.steps, warmup=settings.steps // 10, save_every=settings.steps,
         pretrained_checkpoint=str(settings.keep / "start"), freeze=("embed",),
     )  # fmt: skip
-    found = {part: measured_accuracy(folder, data[part], settings.device) for part in ("development", "test")}
-    return {**found, "seconds": time.perf_counter() - began}
+    return {**accuracies(folder, data, settings.device), "seconds": time.perf_counter() - began}
 
 
 def train_all(settings: Settings) -> dict[str, Any]:
@@ -242,10 +241,7 @@ def train_all(settings: Settings) -> dict[str, Any]:
             "teacher", start, replace(settings, batch=32), data["labelled"], lr=2e-4, steps=steps, warmup=steps // 10,
             pretrained_checkpoint=settings.teacher, save_every=steps, seed=0, dropout=0.1,
         )  # fmt: skip
-        keep(
-            "teacher",
-            {part: measured_accuracy(folder, data[part], settings.device) for part in ("development", "test")},
-        )
+        keep("teacher", accuracies(folder, data, settings.device))
     with colonnade.load(settings.keep / "teacher", device="cpu", dtype="float32") as model:
         if not (settings.keep / "start").exists():
             write_start(settings.keep / "start", model)
@@ -356,11 +352,16 @@ def make_rows(settings: Settings, known: dict[str, Any], rounds: dict[str, list[
     return rows
 
 
+def served_rows(rows: Sequence[dict[str, Cell]]) -> dict[str, dict[str, Cell]]:
+    """The rows of the ladder by the names of their steps."""
+    return {str(row["who"]).removeprefix("served, "): row for row in rows if str(row["who"]).startswith("served")}
+
+
 def draw(rows: Sequence[dict[str, Cell]], path: Path) -> None:
     """Requests/s of the three rungs, beside the published ones, and the students' accuracies."""
     from matplotlib.figure import Figure
 
-    served = {str(row["who"]).removeprefix("served, "): row for row in rows if str(row["who"]).startswith("served")}
+    served = served_rows(rows)
     ours = tuple(float(served[name]["requests_per_s"] or 0) for name in ("default", "pinned", "student"))
     figure = Figure(figsize=(9, 3.6), layout="constrained", facecolor="white")
     left, right = figure.subplots(1, 2)
@@ -440,7 +441,7 @@ def measure(settings: Settings, args: argparse.Namespace) -> None:
         return
     rounds = serve_all(settings, known, args)
     rows = make_rows(settings, known, rounds)
-    speed = {name: statistics.median(each.requests_per_s for each in results) for name, results in rounds.items()}
+    speed = {name: float(row["requests_per_s"] or 0) for name, row in served_rows(rows).items()}
     heads = [
         Headline(f"Distilled MiniLM classifier on a CPU, {settings.words} words", round(speed["student"], 1),
                  "requests/s", "the teacher, pinned", round(speed["pinned"], 1)),

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from colonnade.kernels import permute
 from colonnade.kernels.experts.quantised import QuantisedWeights
-from colonnade.kernels.linear import ternary
+from colonnade.kernels.linear import reference, ternary
 from colonnade.kernels.linear.quantise import Quantised, quantise
 from decoding.decode_cells import replayed
 from harness.report import Cell, Headline, folder_of, report
@@ -72,13 +72,13 @@ def matrices(device: str, *, tiny: bool, rows: tuple[int, ...]) -> list[dict[str
 
 
 def multiply(x: Tensor, weight: Quantised | Tensor) -> Tensor:
+    if isinstance(weight, Tensor):
+        return F.linear(x, weight)
     if not x.is_cuda:
-        from colonnade.kernels.linear import reference
+        return reference.quantised_linear(x, weight)
+    from colonnade.kernels.linear import skinny_gemm  # imports Triton
 
-        return F.linear(x, weight) if isinstance(weight, Tensor) else reference.quantised_linear(x, weight)
-    from colonnade.kernels.linear import skinny_gemm
-
-    return F.linear(x, weight) if isinstance(weight, Tensor) else skinny_gemm.linear(x, weight)
+    return skinny_gemm.linear(x, weight)
 
 
 def experts(device: str, *, tiny: bool, tokens: tuple[int, ...]) -> list[dict[str, Cell]]:
@@ -132,18 +132,17 @@ def _row(name: str, rows: int, kind: str, s: float, size: int) -> dict[str, Cell
 def tune() -> None:
     from colonnade.kernels.linear import triton_ternary
 
-    for (name, (outputs, inputs)), trits in itertools.product(SHAPES.items(), (18,)):
-        weight = random_ternary(outputs, inputs, trits, "cuda")
-        each = copies(weight, 64)
+    for name, (outputs, inputs) in SHAPES.items():
+        each = copies(random_ternary(outputs, inputs, 18, "cuda"), 64)
         x = torch.randn(1, inputs, device="cuda", dtype=torch.bfloat16)
         tried = []
-        for two, outs, splits, unroll in itertools.product((False, True), (32,), (4, 8, 16), (1, 2)):
-            tiles = triton_ternary.Tiles(outs, splits, unroll, min(16, outs * splits // 32), two)
+        for two, splits, unroll in itertools.product((False, True), (4, 8, 16), (1, 2)):
+            tiles = triton_ternary.Tiles(triton_ternary.BN, splits, unroll, splits, two)
             s = replayed(lambda i: triton_ternary.linear(x, each[i], tiles), len(each), "cuda", rounds=5)  # noqa: B023
             tried.append((s, tiles))
         for two_levels in (False, True):
             for s, tiles in sorted(each for each in tried if each[1].two_levels == two_levels)[:3]:
-                print(f"{name} {trits}: {1e6 * s:.2f} us {tiles}", flush=True)
+                print(f"{name} 18: {1e6 * s:.2f} us {tiles}", flush=True)
 
 
 def main(argv: list[str] | None = None) -> None:

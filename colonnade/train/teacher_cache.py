@@ -4,8 +4,8 @@
     part-….bin      records of one process, appended: key, checksum, ids (S, k) int32, log-probabilities (S, k) float32
 
 For a classifier S is 1 and k the number of classes. A record's key is a digest of the sample's tokens: any run over the
-same samples finds it, in any order and layout. Each
-process appends to a file of its own. A record that is torn or damaged fails its checksum and is computed again.
+same samples finds it, in any order and layout. Each process appends to a file of its own. A record that is torn or
+damaged fails its checksum and is computed again.
 """
 
 import hashlib

@@ -102,14 +102,22 @@ def load_for(instruction_set: str) -> ctypes.CDLL:
 
 def built_name(instruction_set: str) -> str:
     """The file name of a library in a wheel."""
-    key = [*(path.read_text() for path in sources()), *OPTIONS, *INSTRUCTION_SETS[instruction_set]]
-    return f"{instruction_set}-{hashlib.sha256(chr(0).join(key).encode()).hexdigest()[:16]}.so"
+    return f"{instruction_set}-{_digest(_options(instruction_set))[:16]}.so"
 
 
 def build_all(folder: Path) -> list[Path]:
     """Compile what a wheel for this machine's kind has, into ``folder``; raises BuildError."""
     names = [name for name in INSTRUCTION_SETS if (name in CPU_FLAGS) == (platform.machine() == "x86_64")]
-    return [_compile(_compiler(), [*OPTIONS, *INSTRUCTION_SETS[name]], folder / built_name(name)) for name in names]
+    return [_compile(_compiler(), _options(name), folder / built_name(name)) for name in names]
+
+
+def _options(instruction_set: str) -> list[str]:
+    return [*OPTIONS, *INSTRUCTION_SETS[instruction_set]]
+
+
+def _digest(parts: list[str]) -> str:
+    """A hash of all sources and of ``parts``."""
+    return hashlib.sha256("\0".join([*(path.read_text() for path in sources()), *parts]).encode()).hexdigest()
 
 
 def _bind(path: Path) -> ctypes.CDLL:
@@ -125,11 +133,9 @@ def _bind(path: Path) -> ctypes.CDLL:
 
 def _compiled(instruction_set: str, folder: Path) -> Path:
     """The library's file, in ``folder`` if that can be trusted, else in a new private folder."""
-    compiler = _compiler()
-    options = [*OPTIONS, *INSTRUCTION_SETS[instruction_set]]
+    compiler, options = _compiler(), _options(instruction_set)
     version = _run([compiler, "--version"]).splitlines()[0]
-    key = [*(path.read_text() for path in sources()), *options, compiler, version]
-    name = hashlib.sha256("\0".join(key).encode()).hexdigest() + ".so"
+    name = _digest([*options, compiler, version]) + ".so"
     path = folder / name
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
