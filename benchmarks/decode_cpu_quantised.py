@@ -53,7 +53,7 @@ PEERS = {"vllm": "bfloat16", "ctranslate2": "int8", "transformers": "bfloat16"}
 def ours(model: Model, requests: int, instruction_set: str) -> Run:
     """The engine with the kernels of an instruction set."""
     loaded = library.load_for(instruction_set)
-    engine = colonnade.Engine(model, ServeConfig(max_requests=requests, token_budget=2048))
+    engine = colonnade.Engine(model, ServeConfig(max_requests=requests, token_budget=2048, prefix_cache=False))
 
     def run(prompts: Prompts, new_tokens: int) -> Took:
         library.load = lambda: loaded  # type: ignore[assignment]
