@@ -38,11 +38,15 @@ class Counter {
         }
     }
     void wait_while(uint32_t old) {
+        wait_while(old, [] { return false; });
+    }
+    // As long as `meanwhile` has something to do, which takes less than a microsecond, it is called in place of a pause.
+    template <typename F> void wait_while(uint32_t old, F meanwhile) {
         const auto end = std::chrono::steady_clock::now() + SPIN;
         do {
             for (int i = 0; i < 32; i++) {
                 if (value_.load() != old) return;
-                pause();
+                if (!meanwhile()) pause();
             }
         } while (std::chrono::steady_clock::now() < end);
         std::unique_lock<std::mutex> lock(mutex_);
@@ -61,6 +65,9 @@ class Counter {
 class Barrier {
   public:
     void wait(int threads) {
+        wait(threads, [] { return false; });
+    }
+    template <typename F> void wait(int threads, F meanwhile) {
         if (threads == 1) return;
         const uint32_t now = passed_.value();
         if (arrived_.fetch_add(1) + 1 == threads) {
@@ -68,16 +75,17 @@ class Barrier {
             taken_.store(0);
             passed_.advance();
         } else {
-            passed_.wait_while(now);
+            passed_.wait_while(now, meanwhile);
         }
     }
     // Counts what threads take from a common queue (Queue); 0 after each barrier.
     std::atomic<int64_t>& taken() { return taken_; }
 
   private:
-    alignas(64) std::atomic<int64_t> taken_{0};  // apart from what waiting threads read
+    // In lines of their own: what threads change must not be in the line that waiting threads read.
+    alignas(64) std::atomic<int64_t> taken_{0};
     alignas(64) std::atomic<int> arrived_{0};
-    Counter passed_;
+    alignas(64) Counter passed_;
 };
 
 struct Job {
