@@ -33,8 +33,7 @@ void take(const void* argument, int thread, int threads, Barrier& barrier) {
         Queue queue(int64_t(taken.times->size()), taken.step, taken.piece, thread, threads, &barrier.taken());
         for (Share part; queue.next(part);)
             for (int64_t j = part.begin; j < part.end; j++) (*taken.times)[size_t(j)]++;
-        int left = 3;  // what a thread has to do while it waits
-        barrier.wait(threads, [&] { return left-- > 0; });
+        barrier.wait(threads);
     }
 }
 

@@ -66,8 +66,6 @@ void run_kernel(
 void run_step(const void* argument, int thread, int threads, Barrier& barrier) {
     const Step& step = *static_cast<const Step*>(argument);
     std::atomic<int64_t>* const taken = &barrier.taken();
-    Requests requests;    // of the product that comes next
-    int64_t product = 0;  // its call
     for (int64_t i = 0; i < step.count; i++) {
         const Call& call = step.calls[i];
         const int phases = call.kernel == ATTENTION ? Attention::PHASES : call.kernel == EXPERTS ? Experts::PHASES : 1;
@@ -84,15 +82,10 @@ void run_step(const void* argument, int thread, int threads, Barrier& barrier) {
                 case LATENT_QUERIES: run_kernel<LatentQueries>(a, phase, thread, threads, *step.error); break;
                 case LATENT_VALUES: run_kernel<LatentValues>(a, phase, thread, threads, *step.error); break;
             }
-            if (product <= i) {
-                for (product = i + 1; product < step.count && step.calls[product].kernel != LINEAR;) product++;
-                requests = {};
-                if (product < step.count) {
-                    requests = static_cast<const Linear*>(step.calls[product].arguments)->requests(thread, threads, taken);
-                }
+            if (i + 1 < step.count && step.calls[i + 1].kernel == LINEAR) {
+                static_cast<const Linear*>(step.calls[i + 1].arguments)->announce(thread, threads, taken);
             }
-            if (product == i + 1) requests.until(AHEAD);
-            barrier.wait(threads, [&]() PREFETCHING { return requests.some(); });
+            barrier.wait(threads);
         }
     }
 }

@@ -19,33 +19,6 @@ namespace {
 constexpr int64_t PANEL = 64;            // rows of x that are prepared at once
 constexpr int64_t PIECE_BYTES = 1 << 16;  // of a large weight that a thread takes at once
 
-// Weights that a thread reads in the next product, requested to the L2 cache.
-class Requests {
-  public:
-    Requests() = default;
-    Requests(const char* values, const char* gate, int64_t bytes)
-        : values_(values), gate_(gate), bytes_(bytes < REQUESTED ? bytes : REQUESTED) {}
-    // Requests what is left of the first `bytes`, of each matrix.
-    PREFETCHING void until(int64_t bytes) {
-        for (; done_ < bytes_ && done_ < bytes; done_ += 64) line();
-    }
-    // Requests a few more lines; false if there are none. For threads that wait for others, which leaves memory idle.
-    PREFETCHING bool some() {
-        if (done_ >= bytes_) return false;
-        until(done_ + 4 * 64);
-        return true;
-    }
-
-  private:
-    static constexpr int64_t REQUESTED = 1 << 16;
-    PREFETCHING void line() const {
-        __builtin_prefetch(values_ + done_, 0, 2);
-        if (gate_ != nullptr) __builtin_prefetch(gate_ + done_, 0, 2);
-    }
-    const char *values_ = nullptr, *gate_ = nullptr;
-    int64_t bytes_ = 0, done_ = 0;
-};
-
 // y = W x̂ + b (+ residual), or y = act(G x̂ + c) ⊙ (W x̂ + b), or y = act(W x̂ + b); x̂ is x or norm(x).
 struct Linear {
     const void* x;
@@ -172,12 +145,14 @@ struct Linear {
         }
     }
 
-    // The weights that this thread reads first in run().
-    Requests requests(int thread, int threads, std::atomic<int64_t>* taken) const {
+    // Requests the first weights that this thread will read in run().
+    PREFETCHING void announce(int thread, int threads, std::atomic<int64_t>* taken) const {
         const Share mine = cut_by_rows(threads) ? Share{0, weight.outputs} : queue(thread, threads, taken).own();
-        const int64_t bytes = row_bytes(weight, Dtype(dtype)), start = mine.begin * bytes;
-        const char *values = static_cast<const char*>(weight.values), *gates = static_cast<const char*>(gate.values);
-        return {values + start, gates == nullptr ? nullptr : gates + start, (mine.end - mine.begin) * bytes};
+        const int64_t bytes = row_bytes(weight, Dtype(dtype)), left = (mine.end - mine.begin) * bytes;
+        for (const Matrix* matrix : {&weight, &gate}) {
+            if (matrix->values == nullptr) continue;
+            prefetch_far(static_cast<const char*>(matrix->values) + mine.begin * bytes, left < AHEAD ? left : AHEAD);
+        }
     }
 
     void finish(Share part, int64_t row, float* ys, float* gs) const {

@@ -38,15 +38,11 @@ class Counter {
         }
     }
     void wait_while(uint32_t old) {
-        wait_while(old, [] { return false; });
-    }
-    // As long as `meanwhile` has something to do, which takes less than a microsecond, it is called in place of a pause.
-    template <typename F> void wait_while(uint32_t old, F meanwhile) {
         const auto end = std::chrono::steady_clock::now() + SPIN;
         do {
             for (int i = 0; i < 32; i++) {
                 if (value_.load() != old) return;
-                if (!meanwhile()) pause();
+                pause();
             }
         } while (std::chrono::steady_clock::now() < end);
         std::unique_lock<std::mutex> lock(mutex_);
@@ -65,9 +61,6 @@ class Counter {
 class Barrier {
   public:
     void wait(int threads) {
-        wait(threads, [] { return false; });
-    }
-    template <typename F> void wait(int threads, F meanwhile) {
         if (threads == 1) return;
         const uint32_t now = passed_.value();
         if (arrived_.fetch_add(1) + 1 == threads) {
@@ -75,17 +68,16 @@ class Barrier {
             taken_.store(0);
             passed_.advance();
         } else {
-            passed_.wait_while(now, meanwhile);
+            passed_.wait_while(now);
         }
     }
     // Counts what threads take from a common queue (Queue); 0 after each barrier.
     std::atomic<int64_t>& taken() { return taken_; }
 
   private:
-    // In lines of their own: what threads change must not be in the line that waiting threads read.
-    alignas(64) std::atomic<int64_t> taken_{0};
+    alignas(64) std::atomic<int64_t> taken_{0};  // apart from what waiting threads read
     alignas(64) std::atomic<int> arrived_{0};
-    alignas(64) Counter passed_;
+    Counter passed_;
 };
 
 struct Job {
