@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
@@ -142,8 +142,8 @@ def main() -> None:
 
 
 @contextmanager
-def started(name: str, python: Path, folder: Path, dtype: str, log: TextIO):
-    """A function that lets an engine in a process of ``python`` run; the process ends with the block."""
+def started(name: str, python: Path, folder: Path, dtype: str, log: TextIO) -> Iterator[Run]:
+    """A function that runs an engine in a process of ``python``, which ends with the block; it writes to ``log``."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | THREADS
     process = subprocess.Popen(
         [python, Path(__file__), name, folder, dtype], env=environment, text=True,
@@ -156,7 +156,7 @@ def started(name: str, python: Path, folder: Path, dtype: str, log: TextIO):
     def answer() -> Any:
         line = answers.readline()
         if not line:
-            raise RuntimeError(f"{name} ended; see {log.name}")
+            raise RuntimeError(f"{name} ended: {Path(log.name).read_text()[-2000:]}")
         return json.loads(line)
 
     def run(prompts: Prompts, new_tokens: int) -> Took:
