@@ -163,12 +163,12 @@ def started(name: str, python: Path, folder: Path, dtype: str, log: TextIO) -> I
         print(json.dumps([prompts, new_tokens]), file=to, flush=True)
         return Took(*answer())
 
-    try:
-        answer()
-        yield run
-    finally:
-        to.close()
-        process.wait()
+    with process:
+        try:
+            answer()
+            yield run
+        finally:
+            to.close()
 
 
 if __name__ == "__main__":
