@@ -72,7 +72,7 @@ class Distiller:
     def prepare(self, model: Transformer, batches: Sequence[Batch], step: StepContext) -> Sequence[Batch]:
         """The micro-batches of a step; for a classifier's dist with several of them, with the logits of all examples.
 
-        Dropout is that of the step, so the second pass of ``model`` computes the same logits again.
+        Dropout and routing are those of the step, so the second pass of ``model`` computes the same logits again.
         """
         if model.config.task_head != "classes" or self.loss.loss != "dist" or self.loss.mix == 1 or len(batches) == 1:
             return batches

@@ -195,8 +195,6 @@ class TrainStep:
             step_dropout(self.train, number, self.model.config, count.device),
             distiller=self.distiller,
         )
-        if self.distiller is not None:
-            micro_batches = self.distiller.prepare(self.model, micro_batches, step)
         sizes = [len(batch.tokens_T) for batch in micro_batches]
         sources = [len(batch.source_tokens_S) for batch in micro_batches if batch.source_tokens_S is not None]
         if self.model.config.moe is not None:
@@ -208,6 +206,8 @@ class TrainStep:
             if self.model.config.encoder is not None:
                 of_sources = self.axes.dp.sum_(torch.full((), sum(sources), device=count.device)).clamp(min=1)
                 step = replace(step, source_router_loss_weight=weight / of_sources)
+        if self.distiller is not None:
+            micro_batches = self.distiller.prepare(self.model, micro_batches, step)
         if self.pipeline is None:
             loss_sum = self._accumulate(micro_batches, divisor, step)
         else:

@@ -209,6 +209,15 @@ def test_dropout_and_experts_do_not_depend_on_the_layout(
     assert plain_loss != pytest.approx(expected[0], rel=1e-3), "dropout has an effect"
 
 
+def test_masked_experts_do_not_depend_on_micro_batches(teachers: dict[str, str], tmp_path: Path) -> None:
+    """dist's first pass masks the same experts as the second."""
+    moe = MoeConfig(experts=4, active=2, ffn_width=12, balance_weight=0.0, output_mask=0.4)
+    whole = config(tmp_path, CHOSEN["dist"].replace(teacher=teachers["large"]), micro_batch=8)
+    whole = whole.replace(model=STUDENT.replace(moe=moe, init_std=0.3))
+    small = whole.replace(train=whole.train.replace(micro_batch=2))
+    assert _first_step(small) == pytest.approx(_first_step(whole), rel=1e-10)
+
+
 @pytest.mark.parametrize("loss", ["kl", "dist"])
 def test_a_run_resumes_bit_for_bit(loss: str, teachers: dict[str, str], tmp_path: Path) -> None:
     run = config(tmp_path, DistillConfig(teacher=teachers["large"], loss=loss), steps=4, save_every=2, dropout=0.1)
