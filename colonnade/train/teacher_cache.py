@@ -36,7 +36,8 @@ class TeacherCache:
         self._record = np.dtype([("key", f"V{KEY_BYTES}"), ("crc", "<u4"), ("body", "<i4", (2, sequence, k))])
         meta = {**identity, "sequence": sequence, "tokens": k}
         self._open(meta)
-        self._places: dict[bytes, tuple[Path, int]] = {}
+        self._places: dict[bytes, list[tuple[Path, int]]] = {}
+        """The records of each key: several after a damaged one was computed again."""
         self._scanned: dict[Path, int] = {}
         """Records of each file that are known."""
         self.scan()
@@ -53,7 +54,7 @@ class TeacherCache:
             with path.open("rb") as file:
                 for number in range(known, count):
                     file.seek(number * self._record.itemsize)
-                    self._places[file.read(KEY_BYTES)] = path, number
+                    self._places.setdefault(file.read(KEY_BYTES), []).append((path, number))
             self._scanned[path] = max(known, count)
 
     def key(self, tokens_S: Tensor) -> bytes:
@@ -62,10 +63,10 @@ class TeacherCache:
 
     def find(self, key: bytes) -> TopTokens | None:
         """The record, if it is there and whole."""
-        place = self._places.get(key)
-        if place is None:
-            return None
-        path, number = place
+        whole = (record for place in self._places.get(key, ()) if (record := self._read(key, *place)) is not None)
+        return next(whole, None)
+
+    def _read(self, key: bytes, path: Path, number: int) -> TopTokens | None:
         with path.open("rb") as file:
             file.seek(number * self._record.itemsize)
             raw = file.read(self._record.itemsize)
@@ -92,7 +93,7 @@ class TeacherCache:
             raise DataError(
                 f"distill.cache {self.folder} cannot be written: {why.strerror}; free space, or leave it out"
             ) from None
-        self._places[key] = self._own, number
+        self._places.setdefault(key, []).append((self._own, number))
 
     def _open(self, meta: dict[str, Any]) -> None:
         path = self.folder / META
