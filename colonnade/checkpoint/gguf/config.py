@@ -148,6 +148,8 @@ def _rope_scaling(keys: GGUFKeys, divisors: np.ndarray | None, width: int) -> Ro
     if kind == "linear":
         return RopeScaling(kind="linear", factor=factor)
     if kind == "yarn" and original:
+        if factor <= 0:
+            raise keys.refuse("rope.scaling.factor", "a number above 0 was expected")
         # llama.cpp multiplies its own attention factor by this one.
         attention_factor = None if attention == 1.0 else attention * (0.1 * math.log(factor) + 1.0)
         return RopeScaling(kind="yarn", factor=factor, original_context=original, attention_factor=attention_factor)
