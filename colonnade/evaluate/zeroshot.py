@@ -90,7 +90,9 @@ def lambada(
 def read_lambada(path: Path) -> list[str]:
     """The passages of ``lambada_test.jsonl``: one object with a text in each line."""
     texts: list[str] = []
-    for number, line in enumerate(_read(path, "lambada", 'lines like {"text": "…"}').splitlines(), 1):
+    for number, line in enumerate(_read(path, "lambada", 'lines like {"text": "…"}').split("\n"), 1):
+        if not line.strip():
+            continue
         try:
             record: Any = json.loads(line)
         except ValueError as error:

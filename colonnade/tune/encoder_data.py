@@ -66,8 +66,11 @@ def read_texts(path: Path) -> list[Text]:
         first, second = row[names[0]], None if names[1] is None else row[names[1]]
         if not isinstance(first, str) or not isinstance(second, str | None):
             raise DataError(f"{place}: '{names[0]}' or '{names[1]}' is not a text; correct or remove this row")
-        if str(row[label_name]) not in ("-", ""):
-            found.append(Text(first, second, str(row[label_name])))
+        label = row[label_name]
+        if label is None or isinstance(label, list | dict):
+            raise DataError(f"{place}: '{label_name}' is {label!r}, not a class; correct or remove this row")
+        if str(label) not in ("-", ""):
+            found.append(Text(first, second, str(label)))
     return _not_empty(found, path)
 
 
@@ -78,7 +81,7 @@ def read_choices(path: Path) -> list[Question]:
         try:
             rows = list(zip(record["questions"], record["options"], record["answers"], strict=True))
             for question, options, answer in rows:
-                label = "ABCDEFGHIJ".index(str(answer))
+                label = list("ABCDEFGHIJ").index(answer)
                 if label >= len(options):
                     raise DataError(f"{place}: the answer {answer} is not among {len(options)} options")
                 found.append(Question(str(record["article"]), str(question), tuple(map(str, options)), label))
@@ -147,7 +150,7 @@ def _objects(path: Path, suffixes: tuple[str, ...]) -> Iterator[tuple[str, dict[
 
 
 def _jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    for number, line in enumerate(_text(path).splitlines(), 1):
+    for number, line in enumerate(_text(path).split("\n"), 1):
         if not line.strip():
             continue
         try:

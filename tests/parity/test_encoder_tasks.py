@@ -219,6 +219,9 @@ def test_published_forms_are_read(tmp_path: Path) -> None:
         '{"question1": "a", "question2": "b", "is_duplicate": 1}\n{"text": "c", "label": 0}\n'
     )
     assert [tuple(each) for each in read_texts(tmp_path / "qqp.jsonl")] == [("a", "b", "1"), ("c", None, "0")]
+    lines = "".join(json.dumps({"text": f"a{c}b", "label": 1}, ensure_ascii=False) + "\n" for c in "\u2028\x85\u2029")
+    (tmp_path / "separators.jsonl").write_text(lines, "utf-8")  # a line of JSON ends with \n only
+    assert [each.first for each in read_texts(tmp_path / "separators.jsonl")] == ["a\u2028b", "a\x85b", "a\u2029b"]
     # The columns of GLUE's files.
     mnli = re.findall(
         r"\S+",
@@ -252,6 +255,9 @@ def test_published_forms_are_read(tmp_path: Path) -> None:
         (read_texts, '{"texts": "a"}', "x.jsonl:1: a row needs a label"),
         (read_texts, "[1]", "x.jsonl:1: not a JSON object"),
         (read_texts, "", "has no examples"),
+        (read_texts, '{"text": "a", "label": null}', "x.jsonl:1: 'label' is None, not a class"),
+        (read_texts, '{"text": "a", "label": [1]}', r"x.jsonl:1: 'label' is \[1\], not a class"),
+        (read_choices, json.dumps({**RACE, "answers": ["A", ""]}), "not RACE's form"),
         (read_choices, '{"article": "a"}', "x.jsonl:1: not RACE's form .* 'questions'"),
         (read_choices, json.dumps({**RACE, "answers": ["A", "C"]}), "the answer C is not among 2 options"),
         (read_spans, '{"data": 3}', "not SQuAD's form"),
