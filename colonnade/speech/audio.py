@@ -37,7 +37,11 @@ def load_audio(path: str | Path, *, longest_s: float = LONGEST_S) -> Tensor:
     ``longest_s`` at :data:`MOST_RATE`.
     """
     path = Path(path)
-    if not path.is_file():
+    try:
+        exists = path.is_file()
+    except OSError as why:  # a name that is too long, a folder that may not be read
+        raise DataError(f"{path} cannot be read: {why.strerror}; give an audio or video file") from None
+    if not exists:
         raise DataError(f"{path} does not exist; give an audio or video file")
     soundfile = require("soundfile")
     try:

@@ -19,26 +19,29 @@ one folder per speaker; ``pretrain`` and ``trainval`` are for training:
 """
 
 import json
-import math
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic_core import PydanticCustomError
 
 from colonnade.errors import DataError
 from colonnade.speech import synth
-from colonnade.speech.audio import load_audio
+from colonnade.speech.audio import LONGEST_S, load_audio
 from colonnade.speech.pcm import write_audio
 from colonnade.speech.synth import Phoneme
 
 MANIFEST = "manifest.jsonl"
 LRS3_SPLITS: dict[str, Literal["train", "test"]] = {"pretrain": "train", "trainval": "train", "test": "test"}
+
+Seconds = Annotated[float, Field(ge=0, le=LONGEST_S, allow_inf_nan=False)]
+"""A time in a recording."""
 
 
 class Recording(BaseModel):
@@ -50,8 +53,16 @@ class Recording(BaseModel):
     text: str
     split: Literal["train", "test"] = "train"
     speaker: str = ""
-    phonemes: tuple[tuple[float, str], ...] = Field(default=())
-    words: tuple[tuple[float, float], ...] = Field(default=())
+    phonemes: tuple[tuple[Seconds, str], ...] = Field(default=())
+    words: tuple[tuple[Seconds, Seconds], ...] = Field(default=())
+
+    @field_validator("words")
+    @classmethod
+    def _check_words(cls, words: tuple[tuple[float, float], ...]) -> tuple[tuple[float, float], ...]:
+        for start, end in words:
+            if start > end:
+                raise PydanticCustomError("order", f"a word from {start} s to {end} s ends before it starts")
+        return words
 
     @property
     def known_phonemes(self) -> list[Phoneme]:
@@ -73,7 +84,7 @@ def read_manifest(folder: Path, split: str | None = None) -> list[Recording]:
             f"data --out {folder}"
         )
     recordings: list[Recording] = []
-    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
+    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").split("\n"), 1):
         if not line.strip():
             continue
         try:
@@ -127,7 +138,7 @@ def _read_lrs3_text(path: Path) -> tuple[str, tuple[tuple[float, float], ...]]:
             bounds = float(start), float(end)
         except ValueError:
             raise DataError(f"{path}, line {number}: {line[:60]!r} has no word, start and end; mend it") from None
-        if not 0 <= bounds[0] <= bounds[1] < math.inf:
+        if not 0 <= bounds[0] <= bounds[1] <= LONGEST_S:
             raise DataError(f"{path}, line {number}: a word from {bounds[0]} s to {bounds[1]} s; mend the times")
         words.append(bounds)
     return " ".join(texts[0]).lower(), tuple(words) if len(words) == len(texts[0]) else ()

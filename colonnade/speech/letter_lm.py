@@ -9,6 +9,7 @@ The text is stored as one integer for each place, its next ORDER letters in BITS
 context are differences of positions that a binary search finds, so there are no tables of n-grams.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -37,7 +38,7 @@ class LetterModel:
         labels = [label for text in texts if text for label in (START, *config.labels(text))]
         if not labels:
             raise DataError("a letter model needs text; give some")
-        self.labels = config.vocab_size
+        self.labels, self.letters = config.vocab_size, config.letters
         padded = np.array([*labels, *[START] * ORDER], np.int64)
         keys = np.zeros(len(labels), np.int64)
         for i in range(ORDER):
@@ -78,6 +79,24 @@ class Fusion(NamedTuple):
     """Of each model, with the sum 1; by default equal ones."""
     bonus: float = 0.0
     """Logarithms below 0 prefer texts of few letters; the bonus makes up for it."""
+
+    def check(self, config: SpeechConfig) -> None:
+        """Raise :class:`ConfigError` unless this applies to a recogniser of ``config``."""
+        for model in self.models:
+            if config.pieces or model.letters != config.letters:
+                raise ConfigError(
+                    f"the language model has the letters {model.letters!r}, and the recogniser others; make it with "
+                    "the recogniser's config"
+                )
+        shares = self.shares or (1.0,)
+        valid = min(shares) >= 0 and abs(sum(shares) - 1) < 1e-6
+        if not self.models or len(self.shares) not in (0, len(self.models)) or not valid:
+            raise ConfigError(
+                f"{len(self.models)} language models with the shares {self.shares}; give a share for each, not below "
+                "0, with the sum 1"
+            )
+        if not (0 <= self.weight < math.inf and math.isfinite(self.bonus)):
+            raise ConfigError(f"weight {self.weight} and bonus {self.bonus}: give finite numbers, a weight of at least 0")
 
     def logprobs(self, contexts: Sequence[tuple[int, ...]]) -> Tensor:
         """What is added for each label after each context, (R, V), float64."""

@@ -171,6 +171,8 @@ class SpeechModel(nn.Module):
     def search(self, streams: int, beam: int | None = None, fusion: Fusion | None = None) -> Search:
         """A search over ``streams`` streams: greedy, or with ``beam`` hypotheses of each and a language model."""
         most = self.config.max_labels
+        if fusion is not None:
+            fusion.check(self.config)
         if beam is None:
             if fusion is not None:
                 raise ConfigError("greedy search has no language model; give a beam, such as 10")

@@ -71,7 +71,9 @@ def letter_targets(
             before[1], after[0] = middle - SPACE_PARTS // 2, middle + SPACE_PARTS // 2
         targets[before[1] : after[0]] = space
     for own, (start, stop) in zip(spelled, bounds, strict=True):
-        places = torch.arange(max(0, start), min(stop, len(targets)))
+        first = max(0, start)
+        # A word may be too short for a target of its own, or after the end of the recording.
+        places = torch.arange(first, max(first, min(stop, len(targets))))
         if len(own) and len(places):
             targets[places] = torch.tensor(own)[(places - start) * len(own) // (stop - start)]
     return targets

@@ -17,11 +17,13 @@ from colonnade.parallel.axis import SOLO, Axes, Axis
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.parallel.layout import WHOLE, local_part, placements
 from colonnade.speech import features, fit, mix, mouth
+from colonnade.speech.audio import load_audio
 from colonnade.speech.data import Recording, read_manifest, word_errors
 from colonnade.speech.front_end import Frames
 from colonnade.speech.letter_lm import Fusion, LetterModel
 from colonnade.speech.listen import FRONT_FRAMES, MOST_AHEAD, Listeners, listen
 from colonnade.speech.model import SpeechModel
+from colonnade.speech.pcm import write_audio
 from colonnade.train.training_state import RunLock
 from tests.worlds import assert_same, run
 
@@ -410,12 +412,51 @@ def test_hostile_manifests(tmp_path):
         path.write_text(f"{good}\n{line}\n")
         with pytest.raises(DataError, match=problem):
             read_manifest(tmp_path)
+    for times, problem in (
+        ('"words": [[NaN, 1]]', "finite number"), ('"words": [[0, 1], [0.5, Infinity]]', "finite number"),
+        ('"words": [[-1, 0]]', "greater than or equal to 0"), ('"words": [[0, 1e300]]', "less than or equal to 14400"),
+        ('"words": [[0.3, 0.1]]', "ends before it starts"), ('"phonemes": [[NaN, "s"]]', "finite number"),
+    ):  # fmt: skip
+        path.write_text(f'{good}\n{{"audio": "a.wav", "text": "x", {times}}}\n')
+        with pytest.raises(DataError, match=rf"line 2: .*{problem}"):
+            read_manifest(tmp_path)
     path.write_text(Recording(audio="../a.wav", text="x").model_dump_json())
     with pytest.raises(DataError, match="outside"):
         read_manifest(tmp_path)
     path.write_text(good)
     with pytest.raises(DataError, match="split test"):
         read_manifest(tmp_path, "test")
+
+
+def test_times_and_names_that_recordings_do_not_have(tmp_path):
+    """Words that are too short for a target, or after the end of a truncated file; a line separator in a text."""
+    write_audio(tmp_path / "a.wav", np.zeros(8000, np.float32))
+    lines = [
+        Recording(audio="a.wav", text="so it", words=((0.0, 0.3), (0.3, 0.3))),
+        Recording(audio="a.wav", text="so it", words=((0.1, 0.2), (60.0, 61.0)), speaker="a\u2028b"),
+    ]
+    (tmp_path / "manifest.jsonl").write_text("".join(one.model_dump_json() + "\n" for one in lines), "utf-8")
+    short, cut = fit.Corpus(tmp_path, TINY, "train").letters
+    assert sorted(set(short.tolist())) == sorted({0, *TINY.labels("so ")})
+    assert sorted(set(cut.tolist())) == sorted({0, *TINY.labels("so ")})
+    with pytest.raises(DataError, match="File name too long"):
+        load_audio(tmp_path / f"{'x' * 300}.wav")
+
+
+def test_language_models_that_do_not_apply():
+    model, texts = SpeechModel(TINY), ["so it is"]
+    one = LetterModel(TINY, texts)
+    fusion = Fusion((one, one), 0.0, (0.25, 0.75), 0.0)
+    samples = torch.randn(8000, generator=torch.Generator().manual_seed(0))
+    assert model.recognise(samples, beam=4, fusion=fusion) == model.recognise(samples, beam=4)
+    for wrong in (
+        fusion._replace(shares=(2.0, -1.0)), fusion._replace(shares=(1.0,)), fusion._replace(shares=(0.2, 0.2)),
+        fusion._replace(shares=(float("nan"), 1.0)), Fusion(()), fusion._replace(weight=float("nan")),
+        fusion._replace(weight=-1.0), fusion._replace(bonus=float("inf")),
+        Fusion((LetterModel(TINY.replace(letters=TINY.letters[::-1]), texts),)),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError):
+            model.recognise(samples, beam=4, fusion=wrong)
 
 
 def lrs3(folder, split: str, name: str, text: str, seconds: float = 0.5) -> None:
@@ -578,8 +619,6 @@ def test_command_line(spoken, tmp_path, capsys):
     one = read_manifest(spoken, "test")[0]
     main(["speech", "listen", str(tmp_path / "step-1"), str(spoken / one.audio)])
     heard = capsys.readouterr().out.rstrip("\n")
-    from colonnade.speech.audio import load_audio
-
     assert heard == SpeechModel.load(tmp_path / "step-1").recognise(load_audio(spoken / one.audio))
     main(["speech", "listen", str(tmp_path / "step-1"), str(spoken / one.audio), "--segment", "4", "--lookahead", "2"])
     assert capsys.readouterr().out.rstrip("\n") == heard
