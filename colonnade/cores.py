@@ -267,7 +267,7 @@ def cpu_quota(proc: Path = PROC) -> float | None:
         files = ["cpu.max"] if version == 2 else ["cpu.cfs_quota_us", "cpu.cfs_period_us"]
         if all((folder / file).is_file() for file in files):
             words = " ".join(_read_text(folder / file) for file in files).split()
-            if len(words) == 2 and all(word.isdecimal() for word in words):  # without a limit: max, or -1
+            if len(words) == 2 and all(word.isdecimal() and int(word) for word in words):  # no limit: max, or -1
                 quotas.append(int(words[0]) / int(words[1]))
     return min(quotas, default=None)
 
@@ -302,7 +302,9 @@ def _read_text(file: Path) -> str:
 def _current_cpu(proc: Path) -> int | None:
     """The CPU on which this process runs; the kernel starts processes where the load is least."""
     stat = proc / "self" / "stat"
-    return int(stat.read_text(encoding="utf-8").rpartition(")")[2].split()[36]) if stat.is_file() else None
+    # The name of the program in it is cut after 15 bytes.
+    text = stat.read_text(encoding="utf-8", errors="replace") if stat.is_file() else ""
+    return int(text.rpartition(")")[2].split()[36]) if text else None
 
 
 # -- this process ------------------------------------------------------------------------------------------------------

@@ -227,7 +227,8 @@ def _start_time(pid: int) -> str | None:
             return ""
         return ""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")  # a program's name may have any bytes
     except (FileNotFoundError, ProcessLookupError):
         return None
+    fields = stat.rpartition(")")[2].split()
     return None if fields[0] in "ZX" else fields[19]

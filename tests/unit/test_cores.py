@@ -219,6 +219,24 @@ def test_more_replicas_than_cores_are_refused(machine: Machine, message: str):
         idle_warning(machine, 9)
 
 
+def test_programs_have_any_names(tree: Tree):
+    """The kernel cuts them after 15 bytes, within a letter."""
+    tree.add_cpus(single(range(4)))
+    tree.run_on(2)
+    stat = tree.proc / "self/stat"
+    stat.write_bytes(stat.read_bytes().replace(b"a (b) c", "обслуживание".encode()[:15]))
+    assert read_machine(tree.sys, tree.proc, r(4)).here == 2
+
+
+@pytest.mark.parametrize("name", [b"pl\xe4ne", "a\u2028b".encode(), b"a\x0cb"])
+def test_folders_that_are_mounted_have_any_names(name: bytes, tree: Tree):
+    tree.add_cpus(single(range(4)))
+    tree.set_quota("100000 0", "200000 100000")
+    mounts = tree.proc / "self/mountinfo"
+    mounts.write_bytes(b"25 1 8:1 / /media/" + name + b" rw - vfat /dev/sdb1 rw\n" + mounts.read_bytes())
+    assert read_machine(tree.sys, tree.proc, r(4)).quota == 2
+
+
 def test_every_division_is_disjoint_and_even():
     """Replicas never share a core of their own, and have equally many; exhaustive over small machines."""
     for nodes in (1, 2, 3):

@@ -36,7 +36,7 @@ class FrontProcesses(Collector):
         yield parent
         for pid in sorted({int(file.stem.rpartition("_")[2]) for file in self._folder.glob("*.db")}):
             try:
-                fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+                fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rsplit(")", 1)[1].split()
             except FileNotFoundError:
                 continue
             if int(fields[1]) == parent and fields[0] != "Z":
