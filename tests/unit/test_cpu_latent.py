@@ -146,6 +146,11 @@ def test_bad_inputs_are_refused_before_the_library(native: str, monkeypatch: pyt
     for message, changes in bad:
         with pytest.raises(ConfigError, match=message):
             queries(**changes)
+    with pytest.raises(ConfigError, match="heads of 0"):
+        latent.queries(*(case[name] for name in ("q", "kv", "up", "pool", "slots", "turn", "norm")),
+                       plain=0, value_width=0, factor=1.0)  # fmt: skip
+    with pytest.raises(ConfigError, match="empty"):  # the library would divide by 0
+        latent.values(rows(2, 16, 128), case["up"][:0], plain=0, value_width=0)
     with pytest.raises(ConfigError, match="an up-projection"):
         latent.values(rows(2, 16, 128), case["up"][:-1], plain=plain, value_width=32)
     pool, table = case["pool"], case["table"]
