@@ -146,8 +146,11 @@ def _compiled(instruction_set: str, folder: Path) -> Path:
         with tempfile.TemporaryDirectory(dir=folder) as temporary:
             _compile(compiler, options, Path(temporary) / name).replace(path)
     except OSError as error:
+        try:
+            path = _compile(compiler, options, Path(tempfile.mkdtemp(prefix="colonnade-")) / name)
+        except OSError as other:  # as in a container that may not write
+            raise BuildError(f"there is no folder to compile in ({error}; {other})") from None
         log.warning("compiled kernels are not kept: %s", error)
-        return _compile(compiler, options, Path(tempfile.mkdtemp(prefix="colonnade-")) / name)
     return path
 
 
