@@ -1,11 +1,13 @@
 """Ternary words under one bit: every word, the choice of places and scales, GPTQ, and compressed mixtures."""
 
+import json
 from itertools import combinations
 
 import pytest
 import torch
 
 from colonnade import api
+from colonnade.checkpoint.digest import digest_of
 from colonnade.cli import main
 from colonnade.compress import Compression, compress
 from colonnade.compress.gptq import damped, error, gptq, nearest
@@ -123,6 +125,22 @@ def test_only_experts_become_ternary(tmp_path) -> None:
         api.save(whole, tmp_path / "hf", format="hf")
     with pytest.raises(ConfigError, match="--weights ternary"):
         api.load(tmp_path / "t", weights="ternary")
+
+
+def test_words_of_another_size_are_refused(tmp_path) -> None:
+    """A checkpoint whose checksums match names a size that has no table."""
+    model = built(mixture(67), dtype=torch.float32).requires_grad_(False)
+    compress(model, Compression(weights="ternary", by="nearest"))
+    folder = tmp_path / "t"
+    api.save(api.Model(model, None, DistributedContext.solo(torch.device("cpu")), "m"), folder)
+    meta, manifest = (json.loads((folder / name).read_text()) for name in ("checkpoint.json", "manifest.json"))
+    for form in meta["quantised"].values():
+        form["group"] = 17
+    (folder / "checkpoint.json").write_text(json.dumps(meta))
+    manifest["files"]["checkpoint.json"] = digest_of(folder / "checkpoint.json").model_dump()
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError, match="ternary words have 18, 24, 32 weights, not 17"):
+        api.load(folder)
 
 
 def test_trits_are_rounded_straight_through() -> None:
