@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.export import Dim
 
@@ -32,7 +33,7 @@ from colonnade.checkpoint.package_format import (
 from colonnade.compress.pt2e import InputScales, check_torchao, passes, quantise_program
 from colonnade.config import ModelConfig
 from colonnade.data.tokenizer import Tokenizer
-from colonnade.errors import ConfigError
+from colonnade.errors import CheckpointError, ConfigError
 from colonnade.kernels.experts.gathered import all_experts, gathered_experts
 from colonnade.kernels.experts.reference import Weights
 from colonnade.model import Rows, Stream, Transformer
@@ -65,17 +66,35 @@ def export(
     cannot be exported and without a C++ compiler, and :class:`CheckpointError` if ``out`` exists, with ``overwrite`` if
     it is no package.
     """
-    config = model.config
-    check_export(config, context, prefill)
-    dtype = next(model.parameters()).dtype
-    dtype_name = str(dtype).removeprefix("torch.")
+    check_export(model.config, context, prefill)
     if pt2e is not None:
-        check_pt2e(dtype_name)
+        check_pt2e(str(next(model.parameters()).dtype).removeprefix("torch."))
     texts = [text[:context] for text in texts if len(text) >= prefill]
     if pt2e == "static" and not texts:
         raise ConfigError(f"static scales need a text of at least {prefill} tokens; give one, or use --pt2e dynamic")
     check_out(out, overwrite)
     atomic_folder.create_partial(out, overwrite)
+    try:
+        return _write(model, tokenizer, out, context, prefill, pt2e, texts, progress)
+    except BaseException as why:
+        atomic_folder.remove_partial(out)
+        if isinstance(why, OSError | SafetensorError):
+            raise CheckpointError(f"{out} cannot be written: {why}; check the folder and its free space") from why
+        raise
+
+
+def _write(
+    model: Transformer,
+    tokenizer: Tokenizer | None,
+    out: Path,
+    context: int,
+    prefill: int,
+    pt2e: InputScales | None,
+    texts: Sequence[Tensor],
+    progress: Callable[[str], object],
+) -> PackageInfo:
+    """Write the package to the partial folder, and put that in its place."""
+    config, dtype = model.config, next(model.parameters()).dtype
     partial = atomic_folder.partial_path(out)
     step, slots = step_module(model), context + prefill
     cache = [torch.zeros(slots, *cache_row(config), dtype=dtype) for _ in range(config.layers)]
@@ -85,7 +104,7 @@ def export(
         constants |= _compile(step, tokens, cache, partial / name, pt2e, texts)
     atomic_folder.write_tensors(partial / WEIGHTS, {name: t.detach().contiguous() for name, t in constants.items()})
     info = PackageInfo(
-        context=context, prefill=prefill, dtype=dtype_name, cache_row=cache_row(config),
+        context=context, prefill=prefill, dtype=str(dtype).removeprefix("torch."), cache_row=cache_row(config),
         pt2e=pt2e, model=config, processor=Processor.here(),
     )  # fmt: skip
     atomic_folder.write_json(partial / PACKAGE, info.model_dump(mode="json"))

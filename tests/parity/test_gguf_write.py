@@ -104,6 +104,20 @@ def test_refusals(tmp_path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir() if not p.name.startswith(".")) == ["m.gguf"]
 
 
+@pytest.mark.parametrize("error", [OSError("4096 requested and 12 written"), KeyboardInterrupt()])
+def test_nothing_is_left_of_a_file_that_cannot_be_written(error, monkeypatch, tmp_path) -> None:
+    """numpy's error of a full disk has no error number."""
+
+    def write(_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(gguf.GGUFWriter, "write_tensors_to_file", write)
+    expected = CheckpointError if isinstance(error, OSError) else KeyboardInterrupt
+    with pytest.raises(expected, match="12 written; check the folder" if isinstance(error, OSError) else None):
+        write_gguf(build(LLAMA, dtype=torch.float32).requires_grad_(False), tmp_path / "m.gguf")
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("grid", ["affine", "symmetric"])
 @pytest.mark.parametrize("factor", [2.0**24, 2.0**-16], ids=["too large", "too small"])
 def test_int4_scales_outside_float16_are_refused(grid, factor, tmp_path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from colonnade import api
@@ -117,6 +118,19 @@ def test_what_cannot_be_exported(change, sizes, says) -> None:
     config = ModelConfig(vocab_size=67, layers=1, width=24, heads=4, ffn_width=26, context=64, **change)
     with pytest.raises(ConfigError, match=says):
         check_export(config, *sizes)
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left"), SafetensorError("I/O error"), KeyboardInterrupt()])
+def test_nothing_is_left_of_an_export_that_fails(error, monkeypatch, tmp_path) -> None:
+    def write(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr("colonnade.compress.export._compile", lambda *_: {"x": torch.zeros(1)})
+    monkeypatch.setattr("colonnade.compress.export.atomic_folder.write_tensors", write)
+    expected = KeyboardInterrupt if isinstance(error, KeyboardInterrupt) else CheckpointError
+    with pytest.raises(expected, match="cannot be written: .*free space" if expected is CheckpointError else None):
+        export(models.build(EIGHT_BITS), None, tmp_path / "p", context=32, prefill=16)
+    assert not list(tmp_path.iterdir())
 
 
 def test_no_compiler(monkeypatch) -> None:

@@ -96,9 +96,12 @@ def write_gguf(
         writer.write_tensors_to_file()
         writer.close()
         partial.replace(path)
-    except OSError as why:
+    except BaseException as why:
         partial.unlink(missing_ok=True)
-        raise CheckpointError(f"{path} cannot be written: {why.strerror}; check the folder and its free space") from why
+        if isinstance(why, OSError):  # numpy's has no strerror on a full disk
+            reason = why.strerror or str(why)
+            raise CheckpointError(f"{path} cannot be written: {reason}; check the folder and its free space") from why
+        raise
 
 
 def check_name(path: Path, overwrite: bool) -> None:
