@@ -141,6 +141,11 @@ class StagedWeights:
     def _store(self, name: str, parameter: Tensor, value: Tensor | Quantised) -> None:
         current = self._requantise.current(name)
         if isinstance(value, Quantised) and current is not None and StoredFormat.of(value) == StoredFormat.of(current):
+            finite = bool(value.scales.isfinite().all())
+            if value.kind == "float8":  # e4m3 has NaN, and no infinities
+                finite = finite and not bool(((value.values.view(torch.uint8) & 0x7F) == 0x7F).any())
+            if not finite:
+                raise CheckpointError(f"the weight '{name}' is not finite in {value.kind}; use another checkpoint")
             self._staged[name] = value
             return
         value, quantised = dense(name, value), current is not None
