@@ -75,6 +75,7 @@ def train(
         lookaheads: Lengths of look-ahead to train besides the preset's, such as 0 4 [frames of 40 ms].
     """
     from colonnade.config.speech import SPEECH_PRESETS
+    from colonnade.speech.data import read_manifest
     from colonnade.speech.fit import Corpus, FitSettings, fit, word_error_rate
     from colonnade.speech.model import SpeechModel
     from colonnade.speech.nemotron import is_nemotron, read_config
@@ -90,11 +91,15 @@ def train(
         steps=steps, batch=batch, lr=lr, seed=seed, save_every=save_every, clean=clean, noises=noises, augment=augment,
         pretrained=pretrained,
     )  # fmt: skip
+    has_tests = any(one.split == "test" for one in read_manifest(data))
+    tests = Corpus(data, config, "test") if has_tests else None  # before training: what is wrong with them shows at once
     checkpoint = fit(config, data, run, settings, log)
-    model, corpus = SpeechModel.load(checkpoint), Corpus(data, config, "test")
-    for pictures in (False, True) if config.picture else (False,):
+    model = SpeechModel.load(checkpoint)
+    if tests is None:
+        console.print(f"no word errors: {data} has no recordings of the split test", soft_wrap=True)
+    for pictures in () if tests is None else (False, True) if config.picture else (False,):
         what = "sound and drawn mouths" if pictures else "sound"
-        rates = [f"{word_error_rate(model, corpus, snr, pictures):.1%}" for snr in (None, 5.0, -5.0)]
+        rates = [f"{word_error_rate(model, tests, snr, pictures):.1%}" for snr in (None, 5.0, -5.0)]
         console.print(f"word errors, {what}: clean {rates[0]}, 5 dB {rates[1]}, -5 dB {rates[2]} of babble")
     console.print(f"{checkpoint}", soft_wrap=True)
 

@@ -1,6 +1,7 @@
 """Recognisers: front ends, streams, synthetic speech and mouths, noise, training, resume, command line."""
 
 import json
+import shutil
 import signal
 from pathlib import Path
 
@@ -650,6 +651,27 @@ def test_command_line(spoken, tmp_path, capsys):
         with pytest.raises(SystemExit):
             main(["speech", *words])
         assert problem in " ".join(capsys.readouterr().err.split())
+
+
+def test_training_without_recordings_to_test_on(spoken, tmp_path, capsys, monkeypatch):
+    """The checkpoint is there; what is wrong with test recordings shows before the training."""
+    from colonnade.config import speech
+
+    monkeypatch.setitem(speech.SPEECH_PRESETS, "speech-tiny", TINY)
+    shutil.copytree(spoken, tmp_path / "data")
+    manifest = tmp_path / "data" / "manifest.jsonl"
+    words = ["speech", "train", "--data", str(tmp_path / "data"), "--batch", "2", "--steps", "1", "--run"]
+    manifest.write_text(manifest.read_text().replace(read_manifest(spoken, "test")[0].text, "IN 1990"))
+    with pytest.raises(SystemExit):
+        main([*words, str(tmp_path / "refused")])
+    assert "the recogniser's letters are" in " ".join(capsys.readouterr().err.split())
+    assert not (tmp_path / "refused").exists()
+    train = [one.model_dump_json() for one in read_manifest(spoken, "train")]
+    manifest.write_text("\n".join(train))
+    main([*words, str(tmp_path / "run")])
+    printed = " ".join(capsys.readouterr().err.split())
+    assert "no recordings of the split test" in printed
+    assert printed.endswith("step-1")
 
 
 @pytest.mark.slow
