@@ -88,10 +88,13 @@ def compress(
     from colonnade.checkpoint.gguf.write import BLOCK, check_name
     from colonnade.checkpoint.load_model import open_model
     from colonnade.compress import Compression
+    from colonnade.compress.compress import check_fold
     from colonnade.compress.ranks import check_count
     from colonnade.config.feature_checks import check_quantised
     from colonnade.parallel.launch import launch
+    from colonnade.tune.merge_experts import check_merge
     from colonnade.tune.prune_experts import check_keep
+    from colonnade.tune.to_dense import dense_config
 
     if format == "gguf":
         check_name(out, overwrite)
@@ -122,6 +125,12 @@ def compress(
             f"--weight_group {weight_group} does not fit GGUF, whose blocks are of {BLOCK} inputs; leave it out, or "
             "write --format colonnade"
         )
+    if format == "gguf" and weights == "int4" and grid == "zero":
+        raise ConfigError(
+            "--grid zero has low values that float16, GGUF's, does not hold exactly; use --grid affine or symmetric"
+        )
+    if weights is not None and by == "fold":
+        check_fold(weights)
     if weights == "ternary" and format != "colonnade":
         raise ConfigError(f"--format {format} has no ternary weights; use --format colonnade")
     config = open_model(model).config  # what does not fit it is refused before weights are read and processes start
@@ -129,6 +138,10 @@ def compress(
         check_quantised(config, weights, weight_group, tp=1)
     if keep is not None:
         check_keep(config, keep)
+    if merge is not None:
+        check_merge(config, merge)
+    if dense:
+        dense_config(config, 0 if config.moe is None else config.moe.active)
     ranks = Plan(dp=plan.dp, ep=plan.ep)
     if ranks.world > 1:
         if experts or recover or format != "colonnade":

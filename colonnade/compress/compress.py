@@ -85,11 +85,8 @@ def compress(
     unusable texts.
     """
     _check(model, compression)
-    if compression.by == "fold" and compression.weights not in FOLDED:
-        raise ConfigError(
-            f"there is no rule to fold scales for {compression.weights}, only for {' and '.join(FOLDED)}; use "
-            "--by gptq or nearest"
-        )
+    if compression.by == "fold":
+        check_fold(compression.weights)
     kind = compression.weights
     modules = quantisable_modules(model)
     if kind == "ternary":
@@ -116,6 +113,14 @@ def compress(
     for name in (name for name in modules if not name.startswith("blocks.")):  # the output projection
         hessian = None if compression.by == "fold" else runner.hidden_moments().hessian
         _assign(model, name, _rounding(hessian, compression), kind)
+
+
+def check_fold(weights: Weights) -> None:
+    """Raise :class:`ConfigError` unless there is a rule to fold scales for ``weights``."""
+    if weights not in FOLDED:
+        raise ConfigError(
+            f"there is no rule to fold scales for {weights}, only for {' and '.join(FOLDED)}; use --by gptq or nearest"
+        )
 
 
 def modules_inputs(model: Transformer) -> int:

@@ -8,7 +8,7 @@ import torch
 from colonnade import api
 from colonnade.cli import main
 from colonnade.compress.texts import calibration_texts
-from colonnade.config import ModelConfig
+from colonnade.config import ModelConfig, MoeConfig
 from colonnade.data import Corpus, build
 from colonnade.errors import ConfigError, DataError
 from colonnade.model import Transformer, initialise
@@ -123,9 +123,18 @@ def test_refusals_are_one_line(words, message, model, tmp_path, capsys) -> None:
 
 def test_what_does_not_fit_is_refused_before_weights_are_read(model, tmp_path, capsys, monkeypatch) -> None:
     encoder = encoders.write(tmp_path / "encoder", encoders.config())
+    context, moe = DistributedContext.solo(torch.device("cpu")), MoeConfig(experts=4, active=2, ffn_width=16)
+    mixture = api.save(
+        api.Model(initialise(Transformer(CONFIG.replace(moe=moe)), 1), None, context, "e"), tmp_path / "mixture"
+    )
     monkeypatch.setattr(api, "load", lambda *_, **__: pytest.fail("weights were read"))
     for source, out, words, message in (
         (model, "m.gguf", ["--format", "gguf", "--weight_group", 64], "--weight_group 64 does not fit GGUF"),
+        (model, "m.gguf", ["--format", "gguf", "--grid", "zero"], "--grid zero has low values that float16"),
+        (model, "m", ["--by", "fold", "--weights", "int8"], "no rule to fold scales for int8"),
+        (model, "m", ["--merge", 2], "no experts to merge"),
+        (model, "m", ["--dense"], "no experts to concatenate"),
+        (mixture, "m", ["--merge", 4], "4 experts cannot be merged into 4; use 1 to 3"),
         (encoder, "m", [], "this one attends in both directions (causal = False); leave them as stored"),
     ):
         with pytest.raises(SystemExit):

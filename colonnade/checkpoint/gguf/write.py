@@ -2,7 +2,7 @@
 
     Q8_0   blocks of 32 values q d           for 8 bits, and for what the blocks' matrices are not
     Q4_0   blocks of 32 values (q − 8) d     int4 in groups of 32 on the symmetric grid, value for value
-    Q4_1   blocks of 32 values q d + m       int4 in groups of 32 on the affine or zero grid, value for value
+    Q4_1   blocks of 32 values q d + m       int4 in groups of 32 on the affine grid, value for value
     F16    everything else with two dimensions
 
 Scales are float16 there. int4 scales outside its range are refused; those of int8 and float8, one per row, are chosen
