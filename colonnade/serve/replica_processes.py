@@ -24,6 +24,9 @@ MAX_DEATHS = 3
 DEATHS_S = 600.0
 """[s]"""
 
+PAUSE_S = 1.0
+"""Time before an engine whose process could not be started is started again [s]."""
+
 
 class ReplicaProcesses:
     """The processes of ``replicas``, one engine for each of ``placements``, which allocates its cache in its turn.
@@ -101,6 +104,9 @@ class ReplicaProcesses:
                 failure = client.failure or error
             except ColonnadeError as error:
                 failure = error
+            except OSError as error:  # no memory for a process, no descriptor, no space for its socket: others go on
+                failure = WorkerError(f"its process cannot be started: {error}")
+                await wait_first(self._stopping.wait(), timeout_s=PAUSE_S)
             if self._stopping.is_set() or failure is None:
                 break
             self._replicas.set_down(replica)
