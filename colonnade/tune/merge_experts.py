@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from colonnade.config import ModelConfig
-from colonnade.errors import ConfigError, DataError, PlanError
+from colonnade.errors import CheckpointError, ConfigError, DataError, PlanError
 from colonnade.model import Transformer
 from colonnade.model.moe import MixtureOfExperts, Router
 from colonnade.model.weight_memory import WeightMemory
@@ -46,7 +46,8 @@ def merge_experts(model: Transformer, texts: Iterable[Tensor], merge: int) -> Tr
     (T,).
 
     ``model`` is whole, on one process, and not quantised. Raises :class:`ConfigError` as :func:`check_merge`,
-    :class:`PlanError` for a sharded model, :class:`DataError` without texts.
+    :class:`PlanError` for a sharded model, :class:`DataError` without texts, :class:`CheckpointError` for weights that
+    are not finite.
     """
     check_transformer(model)
     check_merge(model.config, merge)
@@ -156,6 +157,8 @@ def match(likeness_FF: Tensor, step: float = AUCTION_STEP) -> Tensor:
     In each round all unassigned rows bid for columns; the total is within F · ``step`` · max|likeness| of the
     best.
     """
+    if not likeness_FF.isfinite().all():  # no bid would win
+        raise CheckpointError("experts whose weights are not finite cannot be compared; use another checkpoint")
     F, device = len(likeness_FF), likeness_FF.device
     raise_by = step * float(likeness_FF.abs().max().clamp(min=1e-30))
     price_F = torch.zeros(F, dtype=likeness_FF.dtype, device=device)

@@ -40,6 +40,15 @@ def test_match_is_nearly_the_best_of_all_matchings(seed) -> None:
     assert match(torch.ones(1, 1)).tolist() == [0]
 
 
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_weights_that_are_not_finite_are_refused(value) -> None:
+    """No bid of NaN is the highest: the auction would never end."""
+    likeness_FF = torch.ones(4, 4)
+    likeness_FF[1, 2] = value
+    with pytest.raises(CheckpointError, match="not finite"):
+        match(likeness_FF)
+
+
 def test_groups_lead_by_use_and_join_by_likeness() -> None:
     columns = torch.tensor([[1.0, 0.0], [0.0, 1.0], [2.0, 0.1], [0.1, 3.0], [-1.0, 0.2]])
     load = torch.tensor([5.0, 0.0, 1.0, 9.0, 2.0])
