@@ -92,7 +92,7 @@ def train(
         pretrained=pretrained,
     )  # fmt: skip
     has_tests = any(one.split == "test" for one in read_manifest(data))
-    tests = Corpus(data, config, "test") if has_tests else None  # before training: what is wrong with them shows at once
+    tests = Corpus(data, config, "test") if has_tests else None  # what is wrong with them shows before the training
     checkpoint = fit(config, data, run, settings, log)
     model = SpeechModel.load(checkpoint)
     if tests is None:

@@ -96,7 +96,9 @@ class Fusion(NamedTuple):
                 "0, with the sum 1"
             )
         if not (0 <= self.weight < math.inf and math.isfinite(self.bonus)):
-            raise ConfigError(f"weight {self.weight} and bonus {self.bonus}: give finite numbers, a weight of at least 0")
+            raise ConfigError(
+                f"weight {self.weight} and bonus {self.bonus}; give finite numbers, the weight not below 0"
+            )
 
     def logprobs(self, contexts: Sequence[tuple[int, ...]]) -> Tensor:
         """What is added for each label after each context, (R, V), float64."""

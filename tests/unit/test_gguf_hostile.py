@@ -129,8 +129,12 @@ def test_malicious_headers_are_refused(contents: bytes, message: str, tmp_path: 
         ({"rope.scaling.type": "longrope"}, r"'longrope': known kinds are none, linear and yarn"),
         ({"rope.scaling.type": "yarn", "rope.scaling.factor": 2.0}, "known kinds"),
         (
-            {"rope.scaling.type": "yarn", "rope.scaling.factor": -2.0, "rope.scaling.original_context_length": 16,
-             "rope.scaling.attn_factor": 0.5},
+            {
+                "rope.scaling.type": "yarn",
+                "rope.scaling.factor": -2.0,
+                "rope.scaling.original_context_length": 16,
+                "rope.scaling.attn_factor": 0.5,
+            },
             r"'llama\.rope\.scaling\.factor' to -2\.0: a number above 0",
         ),
         ({"attention.head_count_kv": [2, 2]}, "a positive whole number"),
