@@ -9,7 +9,8 @@ no foreign code runs. :func:`load_model` checks the memory, builds the model and
 import difflib
 import importlib.util
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -88,7 +89,21 @@ def open_model(path: str | Path, *, keep: bool = False) -> OpenedModel:
 
     A run with adapters is opened as its base model with the adapters merged.
     """
-    location = locate(path)
+    with _readable(path):
+        return _open(locate(path), keep=keep)
+
+
+@contextmanager
+def _readable(path: str | Path) -> Iterator[None]:
+    """Raise :class:`CheckpointError` for what the system does not let read."""
+    try:
+        yield
+    except OSError as why:
+        name = f" ({why.filename})" if why.filename and str(why.filename) != str(path) else ""
+        raise CheckpointError(f"{path} cannot be read{name}: {why.strerror or why}; check its permissions") from None
+
+
+def _open(location: Path, *, keep: bool) -> OpenedModel:
     if native.is_native(location):
         meta = native.read_meta(location)
         if meta.model.lora is not None:
@@ -178,6 +193,11 @@ def locate(path: str | Path, *, weights: bool = True) -> Path:
 
     A download can leave out the ``weights``. Raises :class:`CheckpointError` when nothing of that name exists.
     """
+    with _readable(path):
+        return _locate(path, weights=weights)
+
+
+def _locate(path: str | Path, *, weights: bool) -> Path:
     location = Path(path)
     if str(path) in PACKAGES and not location.exists():
         return find_packaged(str(path))

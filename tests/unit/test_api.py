@@ -13,9 +13,10 @@ from torch.utils.data import Dataset, IterableDataset
 import colonnade
 from colonnade import DataConfig, ModelConfig, RunConfig, TrainConfig
 from colonnade.checkpoint import native
+from colonnade.cli import main
 from colonnade.config import Config, Plan
 from colonnade.data import Corpus, write_tokens
-from colonnade.errors import ConfigError, DataError, RequestError
+from colonnade.errors import CheckpointError, ConfigError, DataError, RequestError
 from colonnade.model import Transformer, initialise
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.train.trackers import read_rows
@@ -229,3 +230,13 @@ def test_invalid_data_is_refused(tmp_path: Path, data: Any, message: str) -> Non
     with pytest.raises(DataError, match=message):
         write_tokens(data, tmp_path / "tokens", vocab_size=23)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_paths_that_the_system_refuses_are_errors_of_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """As folders without permission are, which root may read."""
+    name = str(tmp_path / ("x" * 300))
+    with pytest.raises(CheckpointError, match="cannot be read: File name too long"):
+        colonnade.load(name)
+    with pytest.raises(SystemExit):
+        main(["generate", name, "a"])
+    assert "File name too long" in capsys.readouterr().err
