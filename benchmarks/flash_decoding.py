@@ -143,7 +143,7 @@ def main(argv: list[str] | None = None) -> None:
         parser.error(f"--flex and --fixed-cuts add rows to the table, which {other} does not measure")
     tunes = other in ("--tune", "--tune-eight")
     if args.tiny and tunes:
-        parser.error(f"{other} measures a GPU's kernels for good, and has no toy size; leave --tiny out")
+        parser.error(f"{other} measures a GPU's kernels for good, and has no toy size; remove --tiny")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu" and not (args.tiny or args.draw):
         why = "flash_decoding.py needs a GPU, and this machine has none; --tiny shows that it runs"

@@ -14,7 +14,7 @@ from typing import Any, SupportsFloat, cast
 from colonnade.errors import ConfigError
 
 RewardFunction = Callable[[str, str, Mapping[str, Any]], float]
-"""(prompt, answer, row) -> reward."""
+"""(prompt, completion, row) -> reward."""
 
 
 def load_reward(name: str) -> RewardFunction:
@@ -44,11 +44,11 @@ def load_reward(name: str) -> RewardFunction:
                 f"tune.reward {name}: there is no module {source}; write FILE.py:FUNCTION, or install it"
             ) from None
         raise ConfigError(
-            f"tune.reward {name}: {source} raises {type(why).__name__} when it is imported: {why}; correct {source}"
+            f"tune.reward {name}: {source} raises {type(why).__name__} when it is imported: {why}; fix {source}"
         ) from None
     found = getattr(module, function, None)
     if not callable(found):
-        fault = f"has no function '{function}'" if found is None else f"has '{function}', which is no function"
+        fault = f"has no function '{function}'" if found is None else f"has '{function}', which is not a function"
         functions = [key for key, value in vars(module).items() if isinstance(value, FunctionType)
                      and value.__module__ == module.__name__]  # fmt: skip
         remedy = f"name one of its functions: {', '.join(functions[:8])}" if functions else "define one in it"
@@ -71,7 +71,7 @@ def _verifier(task: str) -> RewardFunction:
         ) from None
     except ValueError as why:
         raise ConfigError(
-            f"tune.reward reasoning_gym:{task}: {why}; give one of its tasks, such as leg_counting"
+            f"tune.reward reasoning_gym:{task}: {why}; use one of its tasks, such as leg_counting"
         ) from None
 
     def verify(prompt: str, answer: str, row: Mapping[str, Any]) -> float:

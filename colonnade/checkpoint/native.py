@@ -71,7 +71,7 @@ class Meta(Config):
 
 
 class SavableTokenizer(Protocol):
-    """What a native checkpoint needs of a tokenizer."""
+    """The tokenizer interface that a native checkpoint uses."""
 
     @property
     def size_bytes(self) -> int:
@@ -352,8 +352,8 @@ def _run_dcp(folder: Path, function: Callable[..., Any], views: dict[str, Tensor
 
     try:
         with warnings.catch_warnings() if options["no_dist"] else nullcontext():
-            # DCP warns that it assumes a single process. (Not suppressed in a thread beside training, which has a
-            # group: warning filters are global to the process.)
+            # DCP warns that it assumes a single process. (Not suppressed in a thread that runs alongside training,
+            # which has a group: warning filters are global to the process.)
             if options["no_dist"]:
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             function(views, **options)

@@ -150,7 +150,7 @@ def _checksums(location: Path) -> Iterator[str]:
 
 @functools.cache
 def _source_hash() -> str:
-    """Of the code that decides the bytes of packed weights."""
+    """Version of the code that determines the bytes of packed weights."""
     modules = (quantise, weight_only_quant, fused_block)
     return hashlib.sha256("\0".join(map(inspect.getsource, modules)).encode()).hexdigest()
 

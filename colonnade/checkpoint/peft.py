@@ -108,7 +108,7 @@ def read_peft(folder: Path, base: ModelConfig) -> Adapter:
 def write_peft(folder: Path, adapter: Adapter, *, overwrite: bool = False) -> None:
     """Write ``adapter`` as the new ``folder``, completely or not at all.
 
-    Raises :class:`ConfigError` for a family or experts whose adapters PEFT's files cannot have, and
+    Raises :class:`ConfigError` for a family or experts with adapters that PEFT's files cannot represent, and
     :class:`CheckpointError` if the folder exists or cannot be written.
     """
     lora = adapter.model.lora

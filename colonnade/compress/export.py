@@ -1,7 +1,7 @@
 """Exports a model to a package of native code, by ``torch.export`` and AOTInductor.
 
 The graph is the model's own forward pass with a cache of fixed shape (:mod:`colonnade.model.static_attend`) and the
-reference kernels, which Inductor fuses by itself. :mod:`colonnade.checkpoint.package_format` describes the folder, and
+reference kernels, which Inductor fuses. :mod:`colonnade.checkpoint.package_format` describes the folder, and
 :mod:`colonnade.serve.package` runs it.
 """
 
@@ -73,7 +73,9 @@ def export(
         check_pt2e(dtype_name)
     texts = [text[:context] for text in texts if len(text) >= prefill]
     if pt2e == "static" and not texts:
-        raise ConfigError(f"static scales need a text of at least {prefill} tokens; give one, or use --pt2e dynamic")
+        raise ConfigError(
+            f"static scales need a text of at least {prefill} tokens; use a longer one, or use --pt2e dynamic"
+        )
     check_out(out, overwrite)
     atomic_folder.create_partial(out, overwrite)
     partial = atomic_folder.partial_path(out)
@@ -110,10 +112,10 @@ def check_export(config: ModelConfig, context: int, prefill: int) -> None:
             "--prefill is at least 2 and at most --context, which is at most that"
         )
     if not any(shutil.which(name) for name in ("g++", "c++", "clang++")):
-        raise ConfigError("export compiles C++, and there is no g++ here; install it (apt-get install g++)")
+        raise ConfigError("export compiles C++, and g++ was not found; install it (apt-get install g++)")
     if (version := tuple(int(n) for n in torch.__version__.split(".")[:2])) < TORCH:
         raise ConfigError(
-            f"export needs torch {TORCH[0]}.{TORCH[1]}, and this is {version[0]}.{version[1]}, whose compiler crashed "
+            f"export needs torch {TORCH[0]}.{TORCH[1]}, and this is {version[0]}.{version[1]}, whose compiler crashes "
             "on such programs; upgrade torch"
         )
 
@@ -121,7 +123,7 @@ def check_export(config: ModelConfig, context: int, prefill: int) -> None:
 def check_pt2e(dtype: str) -> None:
     """Raise :class:`ConfigError` unless a model of this dtype can be quantised while it is exported."""
     if dtype != "float32":
-        raise ConfigError(f"--pt2e rounds float32 weights, not {dtype}; leave --dtype out")
+        raise ConfigError(f"--pt2e rounds float32 weights, not {dtype}; remove --dtype")
     check_torchao()
 
 

@@ -1,4 +1,4 @@
-"""Fields whose values follow from other fields when these change.
+"""Fields with values that follow from other fields when these change.
 
 A config class lists them in ``DERIVED_FIELDS``: the field, its source fields, and a function of the config before and
 after the change. ``Config.replace``, TOML files read on top of a preset and command-line flags all call :func:`derive`,
@@ -42,7 +42,7 @@ class DerivedField:
 
 
 class DerivingModel(BaseModel):
-    """A pydantic model some of whose fields are derived from others."""
+    """A pydantic model with some fields derived from others."""
 
     DERIVED_FIELDS: ClassVar[tuple[DerivedField, ...]] = ()
     """In the order in which they are computed: a later rule sees what an earlier one derived."""

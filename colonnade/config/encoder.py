@@ -8,7 +8,7 @@ from colonnade.config.base import MAX_DIM, Config
 
 
 class EncoderConfig(Config):
-    """The encoder beside a decoder; heads, widths, norms and activations are those of the decoder."""
+    """The encoder of an encoder–decoder; heads, widths, norms and activations are those of the decoder."""
 
     layers: int = Field(gt=0, le=1 << 20)
     """Encoder blocks."""

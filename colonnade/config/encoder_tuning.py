@@ -19,11 +19,11 @@ class EncoderTuning:
     model: str
     """The encoder."""
     data: Path
-    """The training data; docs/howto/encoders.md describes the forms."""
+    """The training data; docs/howto/encoders.md describes the formats."""
     held_out: Path
-    """The development set, by which runs are compared."""
+    """The development set, on which runs are compared."""
     method: str = "classify"
-    """classify: texts or pairs of texts (MNLI, QQP). choice: one of several answers (RACE). span: SQuAD 1.1 and 2.0."""
+    """classify: texts or pairs of texts (MNLI, QQP). choice: one of several options (RACE). span: SQuAD 1.1 and 2.0."""
     test: Path | None = None
     """A test set, for the median run and the ensemble."""
     seeds: int = 5

@@ -132,7 +132,7 @@ class ModelConfig(Config):
                 if not values.get("head_width") and isinstance(width, int):
                     if width % heads:
                         raise ConfigError(
-                            f"width {width} does not divide by {heads} heads; change one of them, or set head_width"
+                            f"width {width} is not divisible by {heads} heads; change one of them, or set head_width"
                         )
                     values["head_width"] = width // heads
         return values
@@ -141,7 +141,7 @@ class ModelConfig(Config):
     def _validate(self) -> "ModelConfig":
         if self.heads % self.kv_heads:
             raise ConfigError(
-                f"{self.heads} query heads do not divide by {self.kv_heads} key/value heads; "
+                f"{self.heads} query heads are not divisible by {self.kv_heads} key/value heads; "
                 f"kv_heads must be one of {divisors(self.heads)}"
             )
         if self.positions == "rotary" and self.latent is None and self.head_width % 2:
@@ -154,7 +154,7 @@ class ModelConfig(Config):
         self._validate_latent()
         self._validate_top()
         if self.parameters > MAX_PARAMETERS:
-            raise ConfigError(f"{self.parameters:.3g} parameters are more than any machine holds; lower the sizes")
+            raise ConfigError(f"{self.parameters:.3g} parameters are more than any machine can hold; lower the sizes")
         return self
 
     def _validate_encoder(self) -> None:
@@ -166,7 +166,9 @@ class ModelConfig(Config):
                     "more than half of them; use 32 and 128"
                 )
             if self.window is not None or self.latent is not None:
-                raise ConfigError("relative_positions go with neither a window nor latent attention; remove one")
+                raise ConfigError(
+                    "relative_positions support neither a window nor latent attention; remove one of them"
+                )
         if (encoder := self.encoder) is None:
             return
         required = {
@@ -175,23 +177,21 @@ class ModelConfig(Config):
             "segments": not self.segments, "embed_norm": not self.embed_norm,
         }  # fmt: skip
         if wrong := [name for name, valid in required.items() if not valid]:
-            raise ConfigError(
-                f"a model with an encoder supports no other {wrong[0]} than the default; leave {wrong[0]} out"
-            )
+            raise ConfigError(f"a model with an encoder supports only the default {wrong[0]}; remove {wrong[0]}")
         if self.moe is not None:
             self._validate_encoder_experts(encoder, self.moe)
         if encoder.reads == "audio" and (self.positions != "learned" or self.norm != "layernorm"):
-            raise ConfigError("an encoder of audio is Whisper's: set positions learned and norm layernorm")
+            raise ConfigError("an audio encoder is Whisper's: set positions learned and norm layernorm")
         if encoder.reads == "tokens" and self.positions == "learned":
             raise ConfigError(
-                "an encoder of tokens with learned positions is not implemented; set positions none with "
+                "a text encoder with learned positions is not implemented; set positions none with "
                 "relative_positions, or rotary"
             )
 
     @staticmethod
     def _validate_encoder_experts(encoder: EncoderConfig, moe: MoeConfig) -> None:
         if encoder.reads == "audio":
-            raise ConfigError("an encoder of audio with experts is not implemented; leave model.moe out")
+            raise ConfigError("an audio encoder with experts is not implemented; remove model.moe")
         if moe.pools_layers:
             raise ConfigError(
                 "one balance loss over the layers of two stacks is not implemented; set model.moe.balance_over to layer"
@@ -230,18 +230,17 @@ class ModelConfig(Config):
     def _validate_top(self) -> None:
         if self.causal and self.task_head != "unembed":
             raise ConfigError(
-                f"causal = True and task_head = '{self.task_head}' do not belong together; a causal model "
-                f"needs task_head 'unembed'"
+                f"causal = True and task_head = '{self.task_head}' do not go together; a causal model needs task_head "
+                "'unembed'"
             )
         if not self.causal and self.window is not None:
             raise ConfigError(
-                f"causal = False and window = {self.window} do not belong together: a window in both directions is "
-                "not implemented; remove the window if your texts are no longer than it, or set causal to true"
+                f"causal = False and window = {self.window} do not go together: a window in both directions is "
+                "not implemented; remove the window if your sequences are no longer than it, or set causal to true"
             )
         if bool(self.classes) != (self.task_head == "classes"):
             raise ConfigError(
-                f"task_head = '{self.task_head}' and classes = {self.classes} do not belong together; set "
-                f"both or neither"
+                f"task_head = '{self.task_head}' and classes = {self.classes} do not go together; set both or neither"
             )
         if not self.tied and self.task_head in ("encoder", "classes", "spans"):
             raise ConfigError(f"task_head = '{self.task_head}' has no output projection to untie; set tied to true")
@@ -257,7 +256,7 @@ class ModelConfig(Config):
 
     @property
     def encoder_stack(self) -> "ModelConfig":
-        """The encoder as a config of its own, from which its blocks are built."""
+        """The encoder as a separate config, from which its blocks are built."""
         assert self.encoder is not None, "this model has no encoder"
         return self.replace(
             encoder=None,

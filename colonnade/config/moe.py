@@ -131,17 +131,19 @@ class MoeConfig(Config):
         if self.active > self.experts:
             raise ConfigError(f"a token cannot go to {self.active} of {self.experts} experts; lower model.moe.active")
         if self.merged >= self.experts:
-            raise ConfigError(f"{self.experts} experts are not merged into {self.merged}; set model.moe.merged to 0")
+            raise ConfigError(f"{self.experts} experts cannot be merged into {self.merged}; set model.moe.merged to 0")
         router = self.router
         if self.experts % router.groups:
-            raise ConfigError(f"{self.experts} experts do not divide into {router.groups} groups; change one of them")
+            raise ConfigError(
+                f"{self.experts} experts cannot be divided into {router.groups} groups; change one of them"
+            )
         if router.groups_kept > router.groups:
             raise ConfigError(
                 f"a token cannot use {router.groups_kept} of {router.groups} groups; lower model.moe.router.groups_kept"
             )
         if self.active > router.groups_kept * (self.experts // router.groups):
             raise ConfigError(
-                f"{router.groups_kept} groups of {self.experts // router.groups} experts do not hold {self.active} "
+                f"{router.groups_kept} groups of {self.experts // router.groups} experts cannot hold {self.active} "
                 "active ones; raise model.moe.router.groups_kept or lower model.moe.active"
             )
         if router.task is not None and router.task >= router.tasks:
@@ -164,19 +166,23 @@ class MoeConfig(Config):
             )
         if (self.capacity_tokens is not None) != (self.capacity_over == "sequence"):
             raise ConfigError(
-                f"model.moe.capacity_tokens {self.capacity_tokens} and capacity_over '{self.capacity_over}' do not "
-                "belong together: a number of tokens is that of one sequence; set both, or neither"
+                f"model.moe.capacity_tokens {self.capacity_tokens} and capacity_over '{self.capacity_over}' do not go "
+                "together: capacity_tokens counts the tokens of one sequence; set both, or neither"
             )
         if self.capacity_tokens is not None and (self.capacity is not None or self.priority):
             name = "capacity" if self.capacity is not None else "priority"
-            raise ConfigError(f"model.moe.capacity_tokens drops by order in a sequence; leave model.moe.{name} out")
+            raise ConfigError(
+                f"model.moe.capacity_tokens drops tokens by their order in a sequence; remove model.moe.{name}"
+            )
         if self.shared_gate and not self.shared_width:
-            raise ConfigError("model.moe.shared_gate needs shared experts; set model.moe.shared_width or leave it off")
+            raise ConfigError(
+                "model.moe.shared_gate needs shared experts; set model.moe.shared_width or turn shared_gate off"
+            )
         return self
 
     @property
     def stored_experts(self) -> int:
-        """Experts whose weights a layer has."""
+        """Number of experts with weights in a layer."""
         return self.merged or self.experts
 
     @property

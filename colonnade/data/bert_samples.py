@@ -3,8 +3,8 @@
     [CLS] first [SEP] second [SEP]            segments 0 0 0 1 1        at most ``sequence`` tokens
 
 The sentence-order task, which of the two runs came first (Lan 2020, arXiv 1909.11942, section 3.1), replaces BERT's
-next-sentence task as in Megatron-LM, section 4.2. Only the content may reveal the order, so both runs are treated
-alike:
+next-sentence task as in Megatron-LM, section 4.2. Only the content may reveal the order, so both runs are treated in
+the same way:
 
 - A sample starts at the first sentence after a random position of its document and takes as many whole sentences as
   fit. A sentence that does not fit is dropped, not cut: a sentence that crosses a bound is longer than others, and its
@@ -27,8 +27,8 @@ none. A sample reads only a few times its length around its start to find them.
 Masks. Words are chosen in random order, each with the length of its n-gram, n with probability ∝ 1/n up to ``longest``,
 until ``share`` of the tokens are chosen; an n-gram that would exceed the budget is shortened, and none contains a
 special token (whole words and n-grams: Joshi 2020, arXiv 1907.10529, section 3.1, and Lan 2020, section 4.1). All
-tokens of an n-gram are treated alike, as in Joshi, because a visible piece would reveal the rest of its word: they
-become [MASK] with probability 0.8, random tokens with 0.1, and stay with 0.1 (Devlin 2019, section 3.1).
+tokens of an n-gram are treated in the same way, as in Joshi, because a visible piece would reveal the rest of its word:
+they become [MASK] with probability 0.8, random tokens with 0.1, and stay with 0.1 (Devlin 2019, section 3.1).
 
 Randomness. Every random number is a hash of (seed, number, index), where ``number`` counts the samples that a run has
 seen over all ranks. So a sample's position, cut, order and masks do not depend on the plan, the batch or a resume, and

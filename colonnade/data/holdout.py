@@ -97,7 +97,7 @@ def choose_holdout(chunks: Iterable[TextChunk], share: float) -> Holdout:
         if share == 0 or lowest < share <= highest:
             return Holdout(share)
     if not characters:
-        raise DataError("the corpus is empty: its sources have nothing but white space; add some text")
+        raise DataError("the corpus is empty: its sources contain only whitespace; add some text")
     if documents == 1:
         shorter = round(characters * min(share, 1 - share))  # the training text is in spans as well
         spans = max(1, min(shorter // MIN_SPAN_CHARACTERS, MAX_SPANS))
@@ -105,8 +105,8 @@ def choose_holdout(chunks: Iterable[TextChunk], share: float) -> Holdout:
         return Holdout(share, tuple(max(1, min(round(bound), characters - 1)) for bound in bounds[:-1]))
     if lowest == highest:
         raise DataError(
-            f"all {documents} documents are the same text, which cannot be both trained on and held out; "
-            "add others, or hold none out (--validation_share 0)"
+            f"all {documents} documents are identical, and one text cannot be both trained on and held out; add "
+            "others, or hold none out (--validation_share 0)"
         )
     return Holdout(highest if lowest < share else math.nextafter(lowest, 1))
 

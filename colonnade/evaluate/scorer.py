@@ -72,7 +72,7 @@ class _Group(NamedTuple):
 
 
 class _Pass(NamedTuple):
-    """What one forward pass computes; sent to all ranks."""
+    """The work of one forward pass; sent to all ranks."""
 
     prefixes: list[int]
     """Lengths."""
@@ -107,7 +107,7 @@ class Scorer:
 
     def __post_init__(self) -> None:
         if not self.model.config.causal:
-            raise ConfigError("log-likelihoods need a causal model, and this one attends in both directions")
+            raise ConfigError("log-likelihoods need a causal model, but this one attends in both directions")
         self._device = next(self.model.parameters()).device
         self.budget_tokens = self.budget_tokens or BUDGET_TOKENS[self._device.type]
         self.ranks = self.model.axes.token_replicas
@@ -189,7 +189,7 @@ class Scorer:
         found = defaultdict[Tokens, defaultdict[Tokens, list[tuple[int, list[int]]]]](lambda: defaultdict(list))
         for number, (context, targets) in enumerate(requests):
             if not context:
-                raise RequestError(f"request {number} has no context; begin it with the tokenizer's BOS or end token")
+                raise RequestError(f"request {number} has no context; start it with the tokenizer's BOS or end token")
             if len(targets) > limit:
                 raise RequestError(
                     f"request {number} scores {plural(len(targets), 'token')}, more than the context of {limit}; "

@@ -20,7 +20,7 @@ from colonnade.kernels.adamw import ParameterState
 BLOCK, ITERATIONS, WARPS = 512, 32, 4
 """Elements per iteration, iterations of a program, warps.
 
-4 elements a thread are 16 bytes of float32, in 56 registers (8 take 106, and a detour through shared memory); 32
+4 elements per thread are 16 bytes of float32, in 56 registers (8 take 106, and a detour through shared memory); 32
 iterations amortise the lookups in the pointer table."""
 ALIGNED_BYTES = 16
 """Width of a thread's vector loads, used if all tensors are aligned to it."""

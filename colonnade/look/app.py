@@ -169,14 +169,14 @@ class Query:
         try:
             parsed = parse_qs(query, keep_blank_values=True, max_num_fields=32, strict_parsing=bool(query))
         except ValueError:
-            raise RequestError("the query is malformed; give name=value pairs, at most 32") from None
+            raise RequestError("the query is malformed; use name=value pairs, at most 32") from None
         self._values: Mapping[str, list[str]] = parsed
 
     def get(self, name: str) -> str | None:
         """The value of ``name``; raises :class:`RequestError` for a repeated one."""
         values = self._values.get(name, [])
         if len(values) > 1:
-            raise RequestError(f"'{name}' is given {len(values)} times; give it once", param=name)
+            raise RequestError(f"'{name}' is given {len(values)} times; pass it once", param=name)
         return values[0] if values else None
 
     def text(self, name: str) -> str:
@@ -203,7 +203,7 @@ def _text_of(body: bytes) -> str:
         raise RequestError('the body is not JSON; send {"text": "…"}') from None
     text = value.get("text") if isinstance(value, dict) else None
     if not isinstance(text, str) or len(text) > MAX_TEXT:
-        raise RequestError(f'the body has no "text" of at most {MAX_TEXT:,} characters', param="text")
+        raise RequestError(f'the body needs a "text" of at most {MAX_TEXT:,} characters', param="text")
     try:
         text.encode()
     except UnicodeEncodeError:

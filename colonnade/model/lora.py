@@ -1,4 +1,4 @@
-"""Low-rank adapters: y = W x + s · B A x, of which only A and B are trained (Hu 2021, arXiv 2106.09685).
+"""Low-rank adapters: y = W x + s · B A x; only A and B are trained (Hu 2021, arXiv 2106.09685).
 
     column-parallel W     A is replicated and used for this rank's rows of B: PARTIAL.   B is cut like W, dimension 0.
     row-parallel W        A is cut like W, dimension 1.   B A x is added before the sum over ranks: B is PARTIAL.

@@ -33,8 +33,8 @@ CHUNK_ROWS = {"cpu": 512, "cuda": 1 << 30}
 (2,048 tokens, V = 4,096: 184 ms in one chunk, 166 ms in four)."""
 
 ALIGN = {"cpu": 1, "cuda": 64}
-"""Tensor cores need rows in multiples of at least 16 bytes: 50,257 logits took 126 ms a step of GPT-2 1.2B, and 50,304
-take a quarter of that. So W is padded with zero rows during the product, and only there."""
+"""Tensor cores need rows in multiples of at least 16 bytes: 50,257 logits took 126 ms per step of GPT-2 1.2B, and
+50,304 take a quarter of that. So W is padded with zero rows during the product, and only there."""
 
 
 def cross_entropy_sum(

@@ -184,7 +184,7 @@ class SegmentBatch:
         return range(1 - self.sizes.segment, self.sizes.left + self.sizes.segment)
 
     def __call__(self, q_TnH: Tensor, k_TkH: Tensor, v_TkH: Tensor, relative: RelativeKeys | None = None) -> Tensor:
-        """o_TnH; 0 for memories, which do not ask. ``relative`` needs R = M = 0."""
+        """o_TnH; 0 for memories, which have no queries. ``relative`` needs R = M = 0."""
         keys, queries, asked, rows = self._index
         by_query, by_key = self.queries_BS.shape, self.keys_BS.shape
         q_BSnH = q_TnH.index_select(0, queries).unflatten(0, by_query)  # its gradient is faster than that of q[queries]

@@ -1,8 +1,8 @@
 """Rows of a table in host memory, copied to the device of the computation and back, off the computation's stream.
 
-On a GPU two streams of high priority run beside the computation's: one for look-ups, one for copies, whose kernels read
-and write mapped host memory (:mod:`colonnade.kernels.triton_host_rows`). The host waits for neither. On a CPU all of it
-is plain copies. A row is ``width`` weights and one number of optimizer state.
+On a GPU two high-priority streams run concurrently with the computation's: one for look-ups, one for copies, whose
+kernels read and write mapped host memory (:mod:`colonnade.kernels.triton_host_rows`). The host waits for neither. On a
+CPU all of it is plain copies. A row is ``width`` weights and one number of optimizer state.
 """
 
 import weakref

@@ -7,8 +7,8 @@
 Rows that both batches have reach i + 1 updated, from the device's copies of i, and after a new assignment of rows i + 1
 is looked up again. So the result equals that without prefetch bit for bit (on a GPU under
 ``torch.use_deterministic_algorithms``, as gradients of a row that several ids share are added there in any order).
-Collectives stay in the main thread. On a GPU the main thread waits for no kernel; look-ups and copies have streams of
-their own.
+Collectives stay in the main thread. On a GPU the main thread waits for no kernel; look-ups and copies have their own
+streams.
 
     for batch, x_ND in prefetched(table, batches, lambda batch: batch.ids):
         loss(x_ND, batch).backward()

@@ -71,7 +71,7 @@ class DistributedContext:
 
     @cached_property
     def host_expert_storage_mesh(self) -> DeviceMesh:
-        """:attr:`expert_storage_mesh` likewise."""
+        """The same for :attr:`expert_storage_mesh`."""
         return _cpu_mesh(self.expert_storage_mesh)
 
     @property

@@ -31,7 +31,7 @@ class Masters(Protocol):
     local: dict[str, Tensor]
     """Trained weights: plain tensors that alias the storage."""
     frozen: dict[str, Tensor]
-    """Weights that are not trained, likewise."""
+    """The same for weights that are not trained."""
     copies: dict[str, Tensor]
     """The model's lower-precision copies of masters."""
     gradient_holders: dict[str, Tensor]
@@ -170,7 +170,7 @@ def _move_gradient(parameter: Tensor, master: Tensor) -> None:
 class ShardedMasters:
     """Masters that FSDP2 shards over the data axis.
 
-    Experts are sharded over axes of their own on the same ranks (layout rule 10), so their masters are
+    Experts are sharded over their own axes on the same ranks (layout rule 10), so their masters are
     :class:`UnshardedMasters` on each.
     """
 

@@ -40,8 +40,8 @@ def exchange(
 ):  # fmt: skip
     """Compute one block of ``n`` elements: of the sum (n,), or of the gathered messages (RANKS, n).
 
-    ``slots_ptr`` and ``flags_ptr`` hold the addresses of every rank's two slots and of its flags (BLOCKS, RANKS), of
-    which rank r writes column r. ``calls_ptr`` counts all calls so far, for each of BLOCKS blocks.
+    ``slots_ptr`` and ``flags_ptr`` hold the addresses of every rank's two slots and of its flags (BLOCKS, RANKS); rank
+    r writes column r. ``calls_ptr`` counts all calls so far, for each of BLOCKS blocks.
     """
     kind: tl.constexpr = x_ptr.dtype.element_ty
     block = tl.program_id(0)

@@ -62,7 +62,7 @@ class BeamSearch:
 
     @property
     def candidates(self) -> int:
-        """Tokens whose log-probability is wanted after each beam."""
+        """Tokens with requested log-probabilities after each beam."""
         return candidates(self.width, len(self.ends))
 
     def start(self, root: "Request") -> None:

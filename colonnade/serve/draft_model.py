@@ -9,7 +9,7 @@ distribution. Here both models sample with the same noise, a function of seed, p
 it is the token that the target draws with this noise anyway, so the text of a seed does not change. With the same
 noise the two draws are equal nearly as often as the distributions overlap.
 
-The draft model has a KV cache of its own with the target's pages and page tables: slot i of a page holds the same token
+The draft model has its own KV cache with the target's pages and page tables: slot i of a page holds the same token
 in both. So sharing, preemption and cancellation need no additional code. :attr:`Request.draft_computed` tokens of a
 request are in it, and the pages in :attr:`PagePool.drafted` are complete. Prompts, and tokens generated without drafts,
 are run in chunks once a request is drafted for; refused drafts are overwritten.
@@ -51,7 +51,7 @@ PROBE_SHARE = 1 / 64
 """Time of probes to that of the target's passes, at most."""
 
 SAVED_PASSES = 64
-"""Passes of the target whose time probes may take at once."""
+"""Maximum time of consecutive probes, in passes of the target."""
 
 CATCH_UP_TOKENS = 32
 """Maximum number of tokens for the draft model to catch up on, per token that may still be generated."""
@@ -105,16 +105,14 @@ class DraftModel:
         self._probe_s = 0.0
         """Time that probes may take."""
         self._probes: list[tuple[Tokens, DraftState, list[int]]] = []
-        """Probes that may still run: their tokens, whose they are, and those of the text."""
+        """Probes that may still run: their tokens, their requests, and the tokens of the text."""
 
     def start(self, request: Request) -> DraftState:
         """The state of a new request, with the acceptance rate of the others."""
         return DraftState(self.rate)
 
     def plan(self, requests: Sequence[Request], limits: Sequence[int], total: int, rows: int) -> list[int]:
-        """The worthwhile number of drafts for requests of which the draft model has all tokens; also runs missing
-        tokens.
-        """
+        """The worthwhile number of drafts for requests with all tokens in the draft model; also runs missing tokens."""
         self._read_probes()
         for request in requests:
             self._mark_pages(request)

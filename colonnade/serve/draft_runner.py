@@ -45,7 +45,7 @@ def open_draft(serve: ServeConfig, target: ModelConfig, tokenizer: Tokenizer | N
 def _check_vocabulary(name: str, draft: OpenedModel, vocab_size: int, ours: Tokenizer | None) -> None:
     """Raise :class:`ConfigError` unless the ids of both models mean the same tokens. Padded ids do not count."""
     theirs, sizes = Tokenizer.from_model(draft.tokenizer_source), (vocab_size, draft.config.vocab_size)
-    remedy = "give a model with the served model's tokenizer, or leave --serve.draft out"
+    remedy = "use a model with the served model's tokenizer, or remove --serve.draft"
     if ours is None or theirs is None:
         if sizes[0] != sizes[1]:
             raise ConfigError(
@@ -58,9 +58,9 @@ def _check_vocabulary(name: str, draft: OpenedModel, vocab_size: int, ours: Toke
     if len(others) > OTHER_TOKENS * known:
         i, here, there = others[0]
         raise ConfigError(
-            f"{name} has another vocabulary: {len(others):,} of the served model's {known:,} tokens are not the same, "
-            f"such as {i}, which is {here!r} and there {there!r} (vocabularies of {sizes[0]:,} and {sizes[1]:,} "
-            f"tokens); {remedy}"
+            f"{name} has a different vocabulary: {len(others):,} of the served model's {known:,} tokens differ, such "
+            f"as {i}, which is {here!r} and there {there!r} (vocabularies of {sizes[0]:,} and {sizes[1]:,} tokens); "
+            f"{remedy}"
         )
 
 

@@ -100,7 +100,7 @@ class Engine:
             prompt, params, request_id=request_id, client=client, priority=priority, resume=resume, adapter=adapter
         )
         if request.id in self._live:
-            raise RequestError(f"request {request.id!r} is running already; choose another id", param="request_id")
+            raise RequestError(f"request {request.id!r} is already running; choose another id", param="request_id")
         now_s = time.monotonic()
         if displaced := self.scheduler.add(request, now_s):
             self._deliver([self._fail(self._live[displaced.id], "displaced", now_s)])
@@ -158,7 +158,7 @@ class Engine:
 
     @property
     def limits(self) -> dict[str, Any]:
-        """What the HTTP process must know about the model and the cache."""
+        """The facts about the model and the cache that the HTTP process needs."""
         return {
             # The source and the target of an encoder–decoder have a context each; add() checks both.
             "context": self.model.config.context + (encoder.context if (encoder := self.model.config.encoder) else 0),

@@ -26,7 +26,7 @@ Item = TypeVar("Item")
 def timed_out(timeout_s: float) -> RequestError:
     """The error of a request that took longer than ``timeout_s``."""
     return RequestError(
-        f"the request did not finish within its timeout_s of {timeout_s:g} s; allow more, or ask for fewer tokens",
+        f"the request did not finish within its timeout_s of {timeout_s:g} s; raise it, or request fewer tokens",
         param="timeout_s",
         status=504,
         code="timeout",
@@ -43,7 +43,7 @@ def _size(value: Any) -> int:
 
 
 async def _all_waiting(queue: asyncio.Queue[Item]) -> list[Item]:
-    """What is in ``queue``, once there is something."""
+    """The contents of ``queue``, once it is not empty."""
     items = [await queue.get()]
     while not queue.empty():
         items.append(queue.get_nowait())
@@ -63,11 +63,11 @@ class EngineClient:
         self.pid = 0
         """Of the engine process (rank 0)."""
         self.capabilities: list[str] = []
-        """What the model is served for: "completions" and, with a chat template, "chat"."""
+        """The endpoints that the model supports: "completions" and, with a chat template, "chat"."""
         self.pooler: PoolerSpec | None = None
-        """What is made of the hidden states; None if the model generates text."""
+        """The pooling of the hidden states; None if the model generates text."""
         self.note = ""
-        """What the operator should know about the model, or nothing."""
+        """A note about the model for the operator, or empty."""
         self.stats = Stats()
         self.draining = False
         """Set once the server is asked to stop: new requests are refused."""

@@ -101,7 +101,7 @@ class EngineCore:
         return self.scheduler.commit(work, tokens)
 
     def drop_finished(self) -> None:
-        """Forget the pass in flight if no request is left: only finished ones are in it."""
+        """Drop the pass in flight if no request is left: it contains only finished ones."""
         if not self.scheduler.busy:
             self._in_flight = None
 

@@ -42,7 +42,7 @@ FORGET_S = 60.0
 
 
 def cost_tokens(request: Request) -> int:
-    """What a client is charged for ``request`` when it is admitted [tokens]."""
+    """The cost charged to a client for ``request`` when it is admitted [tokens]."""
     return len(request.prompt) + request.limit_tokens
 
 

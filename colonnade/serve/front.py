@@ -73,7 +73,7 @@ class FrontOptions(NamedTuple):
 
 
 def run_front(options: FrontOptions) -> None:
-    """Run one front until the server process tells it to exit, or exits."""
+    """Run one front until the server process asks it to exit, or exits."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the server process decides, also if all processes get the signal
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     ignore_interrupts()
@@ -172,7 +172,7 @@ class _Front:
                 return {"running": running}
             case "failed":
                 _, engine = self._models.find(message["model"])
-                if isinstance(engine, Replicas):  # otherwise the end of the connection says so
+                if isinstance(engine, Replicas):  # otherwise the end of the connection shows it
                     engine.fail(WorkerError(message["reason"]))
             case "exit":
                 self._exit.set()

@@ -15,7 +15,7 @@ from colonnade.serve.sampling_params import SamplingParams
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """What one HTTP request asks for: completions of prompts, or the answer to the messages of a chat."""
+    """The work of one HTTP request: completions of prompts, or the reply to the messages of a chat."""
 
     prompts: Sequence[str | Sequence[int]] = ()
     messages: Sequence[Mapping[str, Any]] | None = None
@@ -27,7 +27,7 @@ class GenerationRequest:
     template: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of :meth:`Tokenizer.encode_chat`: ``tools``, ``continue_last``, and variables of the template."""
     client: str = ""
-    """Whose request it is: the name of an API key, or an address. Clients take turns in the queue."""
+    """The client: the name of an API key, or an address. Clients take turns in the queue."""
     priority: int = 0
     """Its class in the queue; lower ones first."""
     adapter: str = ""

@@ -33,7 +33,7 @@ MAX_CHECK_S = 2.0
 """Longest compilation [s]."""
 
 MAX_CHECK_BYTES = 2 << 30
-"""Memory that the process may use, of which the vocabulary and a stack need about 0.5 GB of addresses."""
+"""Memory that the process may use; the vocabulary and a stack need about 0.5 GB of its addresses."""
 
 START_S = 60.0
 """Time to start the process and to read the vocabulary [s]."""

@@ -72,7 +72,7 @@ class HttpConnections:
         """By id of a request that has not ended."""
 
     def add(self, connection: socket.socket, *, is_server: bool = False) -> None:
-        """Read the messages of ``connection`` in a thread, and tell it that the engine is ready."""
+        """Read the messages of ``connection`` in a thread, and notify it that the engine is ready."""
         it = HttpConnection(connection, is_server=is_server)
         self._open.append(it)
         it.send(self._ready)

@@ -46,7 +46,7 @@ BACKLOG = 2048
 
 
 class Around(NamedTuple):
-    """What surrounds the routes."""
+    """The middleware around the routes."""
 
     keys: KeyRing
     tracer: "Tracer | None"
@@ -91,7 +91,7 @@ class HttpServer:
             await self._shadow.close()
 
     def connect(self, model: str, replica: int, engine: EngineClient) -> None:
-        """An engine is up; the application knows."""
+        """An engine is up, and the application has been notified."""
 
     def keys_changed(self) -> None:
         """The key file has been read again; the application has the same keys."""
@@ -211,7 +211,7 @@ def _port_error(config: ServeConfig, error: OSError) -> ConfigError:
     reason = (error.strerror or str(error)).lower()
     remedy = "choose another --serve.port, or 0 for any free one"
     if error.errno == errno.EADDRNOTAVAIL:
-        remedy = "this machine has no such address; choose another --serve.host"
+        remedy = "this machine does not have this address; choose another --serve.host"
     return ConfigError(f"cannot listen on {config.host}:{config.port}: {reason}; {remedy}")
 
 

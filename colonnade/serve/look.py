@@ -35,7 +35,7 @@ class EngineLook:
         axes = self._engine.model.axes
         if axes.tp.size * axes.cp.size > 1:
             raise RequestError(
-                "a server of several ranks shows its cache only; record with colonnade look MODEL --plan.tp"
+                "a server with several ranks shows only its cache; record with colonnade look MODEL --plan.tp"
             )
         return record(self._engine.model, tokens, pieces, Plan())
 
@@ -68,9 +68,9 @@ def cache_board(engine: Engine) -> dict[str, Any]:
     requests = [{"id": i, "tokens": each.computed, "pages": list(each.pages)} for i, each in enumerate(running)]
     split = f" Page p is on context rank p mod {axes.cp.size}." if axes.cp.size > 1 else ""
     return {
-        "title": "Pages of the cache", "note": f"{plural(len(running), 'request')} ran at this moment.",
+        "title": "Pages of the cache", "note": f"{plural(len(running), 'request')} running at this moment.",
         "pages": pool.pages, "used": pool.used, "page_tokens": pool.page_tokens, "cached": pool.cached_pages(),
         "requests": requests,
-        "merge": "A decode step reads the pages of a request in chunks, each with a softmax of its own, and merges the "
+        "merge": "A decode step reads the pages of a request in chunks, each with its own softmax, and merges the "
         f"partial results by their log-sum-exp (Flash-Decoding).{split}",
     }  # fmt: skip

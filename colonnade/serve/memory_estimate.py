@@ -100,7 +100,7 @@ class EngineSpec:
 
     @cached_property
     def draft_spec(self) -> "EngineSpec | None":
-        """The draft model as an engine of its own; None without one."""
+        """The draft model as a separate engine; None without one."""
         if self.draft is None or self.serve.draft_model is None:
             return None
         serve = draft_config(self.resolved, EngineTraits(self.draft, self.dtype, self.device))

@@ -30,7 +30,7 @@ Put = Callable[[Message | BaseException], object]
 """Puts a message, or a bug of this thread, into the engine's inbox."""
 
 LARGE_TEXT = 1 << 15
-"""Requests with more text than this are tokenised in a thread of their own [characters]."""
+"""Requests with more text than this are tokenised in a separate thread [characters]."""
 
 
 def refusal(message: Message, error: ColonnadeError) -> Message:

@@ -80,11 +80,11 @@ class Package:
         info, tokenizer = self.info, self.tokenizer
         for field in fields(params):
             if field.name not in SUPPORTED and getattr(params, field.name) != getattr(SamplingParams(), field.name):
-                raise RequestError(f"a package does not know {field.name}; leave it out, or load the model itself")
+                raise RequestError(f"a package does not support {field.name}; remove it, or load the model itself")
             if tokenizer is None and field.name in NEED_TOKENIZER and getattr(params, field.name):
-                raise RequestError(f"{field.name} needs a tokenizer, and {self.folder} has none; leave it out")
+                raise RequestError(f"{field.name} needs a tokenizer, and {self.folder} has none; remove it")
         if isinstance(prompt, str) and tokenizer is None:
-            raise CheckpointError(f"{self.folder} has no tokenizer; give token ids")
+            raise CheckpointError(f"{self.folder} has no tokenizer; pass token ids")
         encoded = tokenizer.encode(prompt) if isinstance(prompt, str) and tokenizer is not None else prompt
         ids = list(token_ids(encoded, info.model.vocab_size, "the prompt"))
         check_vocabulary(params.stop_token_ids, info.model.vocab_size, "stop_token_ids")

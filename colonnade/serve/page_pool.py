@@ -37,7 +37,8 @@ def fewer_tokens(prompt_tokens: int, limit: int) -> str:
 def extend_page_hashes(hashes: list[bytes], ids: Sequence[int], page_tokens: int, first: bytes = b"") -> None:
     """Append to ``hashes`` those of the further full pages of ``ids``.
 
-    ``first``: the hash of what the keys depend on beside the tokens, such as an adapter or the source of a translation.
+    ``first``: the hash of what the keys depend on besides the tokens, such as an adapter or the source of a
+    translation.
     """
     for start in range(len(hashes) * page_tokens, len(ids) - page_tokens + 1, page_tokens):
         parent, page = hashes[-1] if hashes else first, array("q", ids[start : start + page_tokens])
@@ -106,7 +107,7 @@ class PagePool:
         )
 
     def _check_source_fits(self, target_tokens: int, source_tokens: int, beams: int) -> None:
-        """The same for a request with a source, whose keys have pages of their own."""
+        """The same for a request with a source, whose keys have their own pages."""
         needs = beams * self.pages_for(target_tokens - 1) + self.pages_for(source_tokens)
         if needs > self.pages:
             target = "a target" if beams == 1 else f"{beams} beams"

@@ -77,7 +77,7 @@ class PoolingEngine:
         """
         if len(self.queue) >= self.config.max_waiting:
             raise RequestError(
-                f"the queue is full: {len(self.queue)} requests wait already, the most that may; try again later",
+                f"the queue is full: {len(self.queue)} requests are already waiting, the maximum; try again later",
                 status=429,
                 code="queue_full",
             )
@@ -164,7 +164,7 @@ class PoolingEngine:
 
     @property
     def limits(self) -> dict[str, Any]:
-        """What the HTTP process must know about the model."""
+        """The facts about the model that the HTTP process needs."""
         longest, context = self.tokenizer.longest_token_bytes, self.spec.context
         return {
             "context": context, "cache_tokens": context, "longest_token_bytes": longest,

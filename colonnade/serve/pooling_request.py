@@ -29,7 +29,7 @@ does not know make a text of few tokens long, but not that long."""
 
 @dataclass(frozen=True)
 class PoolingRequest:
-    """What one HTTP request asks for: a result for each of ``texts``."""
+    """The work of one HTTP request: a result for each of ``texts``."""
 
     texts: Sequence[Text]
     fields: Sequence[tuple[str, int]]
@@ -65,7 +65,7 @@ class PoolingRequest:
             if size > most:
                 where = name_of(self.fields, index)
                 raise RequestError(
-                    f"{where} has {size} bytes; a model with a context of {context} tokens takes at most {most}; "
+                    f"{where} has {size} bytes; a model with a context of {context} tokens accepts at most {most}; "
                     "shorten it, or set truncate_prompt_tokens to -1 to use its beginning",
                     param=where.partition(".")[0],
                     code="context_length_exceeded",

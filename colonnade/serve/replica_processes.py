@@ -108,12 +108,12 @@ class ReplicaProcesses:
             if not self._replicas.started or (len(deaths) > MAX_DEATHS and deaths[-1] - deaths[0] < DEATHS_S):
                 self._leave_out(replica, failure)
                 break
-            self._announce(f"{label} died and is started again: {_reason(failure)}")
+            self._announce(f"{label} died and is being restarted: {_reason(failure)}")
 
     def _leave_out(self, replica: int, failure: ColonnadeError) -> None:
         """Go on without ``replica``, or fail: if it has never been up, or if it was the last one."""
         self._left.discard(replica)
-        died = f"{self._labels[replica]} died {MAX_DEATHS + 1} times and is left out"
+        died = f"{self._labels[replica]} died {MAX_DEATHS + 1} times and was removed"
         if self._left and self._replicas.started:
             left = f"{len(self._left)} of {len(self._placements)} are left"
             self._announce(f"{died}, {left}: {_reason(failure)}")
@@ -129,4 +129,4 @@ class ReplicaProcesses:
 
 def _reason(failure: ColonnadeError) -> str:
     """Why an engine died, without the remedy for a server of one engine."""
-    return str(failure).removesuffix("; start the server again")
+    return str(failure).removesuffix("; restart the server")

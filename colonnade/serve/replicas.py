@@ -42,7 +42,7 @@ class Replicas:
         self.started = False
         """Whether all have been up."""
         self.swapped_path: str | None = None
-        """The checkpoint whose weights have replaced the first ones."""
+        """The checkpoint with the weights that replaced the first ones."""
         self._loaded = set[int]()
         self.ended_stats = Stats()
         """Counters of engines that have died."""
@@ -77,17 +77,17 @@ class Replicas:
 
     @property
     def capabilities(self) -> list[str]:
-        """What the model is served for."""
+        """The endpoints that the model supports."""
         return self._model.capabilities
 
     @property
     def pooler(self) -> PoolerSpec | None:
-        """What is made of the hidden states; None if the model generates text."""
+        """The pooling of the hidden states; None if the model generates text."""
         return self._model.pooler
 
     @property
     def note(self) -> str:
-        """What the operator should know about the model, or nothing."""
+        """A note about the model for the operator, or empty."""
         return self._model.note
 
     # -- the replicas' state --------------------------------------------------------------------------------------
@@ -121,7 +121,7 @@ class Replicas:
         self._notify()
 
     def set_down(self, replica: int) -> None:
-        """Forget the engine of ``replica``, which has ended; another connection takes its place."""
+        """Drop the engine of ``replica``, which has ended; another connection replaces it."""
         self.ended_stats = sum_stats([self.ended_stats, _counters(self.clients[replica].stats)])
         self.router.forget(replica)
         self._loaded.discard(replica)
@@ -205,7 +205,7 @@ class Replicas:
         """Send the message ``do`` to a replica and return its answer; the prefix caches of all are reset."""
         if do == "swap" and len(self.clients) > 1:
             raise RequestError(
-                "a server with several replicas does not swap weights; start it again with the other checkpoint"
+                "a server with several replicas cannot swap weights; restart it with the other checkpoint"
             )
         if do == "reset_cache":
             for replica in self.up:

@@ -4,7 +4,7 @@
                                             -> the replica with the fewest requests               else
 
 A prefix counts if it covers at least :data:`MIN_PREFIX_SHARE` of the prompt, and not while the load is uneven. The
-router knows only what it has sent, not what the replicas still have cached: an LRU list approximates each cache.
+router tracks only what it has sent, not what the replicas still have cached: an LRU list approximates each cache.
 
 Pure Python without a clock, a socket or a model.
 """

@@ -85,7 +85,7 @@ class SamplingParams:
     source_lang: str | None = None
     """The language of the source, for a model that translates between languages, as its tokenizer spells it."""
     target_lang: str | None = None
-    """The language to translate into, likewise."""
+    """The language to translate into."""
     min_tokens: int = 0
     """Tokens to generate before an end token or a stop string may end the text."""
     bad_words: Sequence[str] = ()
@@ -122,7 +122,7 @@ class SamplingParams:
         _check("min_p", self.min_p, 0 <= self.min_p <= 1, "from 0 to 1")
         _check("seed", self.seed, self.seed is None or -(2**63) <= self.seed < 2**63, "a signed 64-bit integer")
         _check("stop", list(stop), len(stop) <= MAX_STOPS, f"at most {MAX_STOPS} strings")
-        _check("stop", list(stop), all(isinstance(text, str) and text for text in stop), "strings that are not empty")
+        _check("stop", list(stop), all(isinstance(text, str) and text for text in stop), "non-empty strings")
         _check("stop_token_ids", list(tokens), all(_is_a(Integral, token) for token in tokens), "a list of token ids")
         _check("stop_token_ids", None, len(tokens) <= MAX_STOPS, f"at most {MAX_STOPS} tokens")
         for name in ("logprobs", "prompt_logprobs"):
@@ -152,10 +152,10 @@ class SamplingParams:
             "structured_outputs": (None,),
         }  # fmt: skip
         if self.temperature not in (0, 1):
-            raise RequestError("a beam search is not random; set temperature to 0", param="temperature")
+            raise RequestError("beam search is deterministic; set temperature to 0", param="temperature")
         for name, values in neutral.items():
             if getattr(self, name) not in values:
-                raise RequestError(f"{name} and beams exclude one another; leave one of them out", param=name)
+                raise RequestError(f"{name} and beams are mutually exclusive; remove one of them", param=name)
 
     def _check_banned_and_biased(self) -> None:
         bias, pairs = self.logit_bias, "a map from token ids to numbers from -100 to 100"

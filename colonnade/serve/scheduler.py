@@ -78,7 +78,7 @@ class Scheduler:
         self.pool.check_fits(len(request.prompt), request.limit_tokens, len(request.source), request.width)
         if request.width > (most := min(self.max_requests, self.token_budget)):
             raise RequestError(
-                f"beams is {request.width}, and this server runs {most} at a time; lower it",
+                f"beams is {request.width}, but this server runs {most} at a time; lower it",
                 param="beams",
                 operator_hint="raise --serve.max_requests and --serve.token_budget",
             )
@@ -89,7 +89,7 @@ class Scheduler:
             displaced = self.waiting.displaced_by(request.client)
         if self.full and request.resume is None and displaced is None:
             raise RequestError(
-                f"the queue is full: {len(self.waiting):,} requests wait already; try again later",
+                f"the queue is full: {len(self.waiting):,} requests are already waiting; try again later",
                 status=429,
                 code="queue_full",
                 operator_hint="raise --serve.max_waiting for a longer queue",

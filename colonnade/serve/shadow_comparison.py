@@ -23,7 +23,7 @@ from typing import Any
 Comparison = dict[str, Any]
 
 UNREADABLE = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
-"""What reading an answer raises that has not the form that it should have."""
+"""The exceptions raised by reading a malformed response."""
 
 
 def compare(answer: bytes, shadow: bytes) -> Comparison:
@@ -45,7 +45,7 @@ def compare(answer: bytes, shadow: bytes) -> Comparison:
 
 
 def differs(it: Comparison, min_cosine: float) -> bool:
-    """Whether the shadow's answer is another one; embeddings may differ down to ``min_cosine``."""
+    """Whether the shadow's response differs; embeddings may differ down to ``min_cosine``."""
     if it["status"] != it["shadow_status"]:
         return True
     lengths = {it.get("characters"), it.get("shadow_characters"), it.get("common_prefix")}

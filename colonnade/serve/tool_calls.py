@@ -82,7 +82,7 @@ class ToolNotation(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ToolOptions:
-    """Which calls an answer may have, and how it writes them."""
+    """The calls that an output may contain, and their notation."""
 
     notation: ToolNotation
     tools: Sequence[Mapping[str, Any]]
@@ -209,7 +209,7 @@ class ToolCallParser:
                 return self._after()
 
     def _start(self) -> bool:
-        """Without a text that begins calls, the first character of the answer decides."""
+        """Without a marker that begins calls, the first character of the output decides."""
         if not self._format.begin:
             if not self._buffer:
                 return False
@@ -224,7 +224,7 @@ class ToolCallParser:
             parsed.content += buffer[:at].rstrip()
             self._buffer, self._state = buffer[at + len(begin) :], "name"
             return True
-        # What might be the beginning of a call is held back, with the space before it.
+        # A possible beginning of a call is held back, with the space before it.
         held = next((n for n in range(min(len(begin), len(buffer)), 0, -1) if begin.startswith(buffer[-n:])), 0)
         certain = len(buffer[: len(buffer) - held].rstrip()) if begin else len(buffer)
         parsed.content += buffer[:certain]

@@ -39,7 +39,7 @@ class Upstreams:
         self.urls, self.key, self.router = [url.rstrip("/") for url in urls], key, Router(len(urls))
         self.draining, self.running, self.stats = False, 0, Stats()
         self.failure: ColonnadeError | None = None
-        """None: a server whose upstreams are all down goes on probing them."""
+        """None: a server with all upstreams down continues to probe them."""
         self.ready, self.exited, self.idle = (asyncio.Event() for _ in range(3))
         """An upstream is up; (never); no request runs."""
         self.idle.set()

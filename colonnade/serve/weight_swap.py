@@ -34,15 +34,15 @@ from colonnade.serve.staged_weights import StagedWeights, check_pooler, check_re
 LOG = logging.getLogger(__name__)
 
 POLL_S = 0.1
-"""How often rank 0 asks the others whether they have read their shards, once it has [s]."""
+"""Interval at which rank 0 polls the others for having read their shards, once it has [s]."""
 
 
 SWAP_MESSAGES = ("swap", "advance_swap")
-"""What the HTTP process asks for, and what a thread reports."""
+"""Requests of the HTTP process, and reports of a thread."""
 
 
 class Stage(IntEnum):
-    """What a rank's thread has done."""
+    """The progress of a rank's thread."""
 
     BUSY = 0
     DONE = 1
@@ -73,7 +73,7 @@ class WeightSwap:
             return _refused(
                 message["ids"],
                 RequestError(
-                    f"the weights of {self._job.path} are being loaded already; try again when that has ended",
+                    f"the weights of {self._job.path} are already being loaded; try again when that has finished",
                     status=409,
                     code="swap_running",
                 ),

@@ -60,7 +60,7 @@ def room(samples: np.ndarray, random: np.random.Generator) -> np.ndarray:
 def codec(samples: np.ndarray, name: str) -> np.ndarray:
     """Encodes and decodes the audio; raises DataError for a codec that is not in :data:`CODECS`."""
     if name not in CODECS:
-        raise DataError(f"{name!r} is no codec here; use one of {', '.join(CODECS)}")
+        raise DataError(f"{name!r} is not a known codec; use one of {', '.join(CODECS)}")
     if not len(samples):
         return samples
     av, rate = require("av"), CODECS[name]

@@ -79,10 +79,10 @@ def read_manifest(folder: Path, split: str | None = None) -> list[Recording]:
         try:
             recording = Recording.model_validate_json(line)
         except ValidationError as why:
-            raise DataError(f"{path}, line {number}: {why.errors()[0]['msg']}; mend or remove the line") from None
+            raise DataError(f"{path}, line {number}: {why.errors()[0]['msg']}; fix or remove the line") from None
         name = Path(recording.audio)
         if name.is_absolute() or ".." in name.parts:
-            raise DataError(f"{path}, line {number}: {recording.audio!r} is outside of the folder; move it there")
+            raise DataError(f"{path}, line {number}: {recording.audio!r} is outside the folder; move it there")
         recordings.append(recording)
     return _chosen(path, recordings, split)
 
@@ -112,11 +112,13 @@ def read_lrs3(folder: Path) -> list[Recording]:
 def _read_lrs3_text(path: Path) -> tuple[str, tuple[tuple[float, float], ...]]:
     """The text and the word times of one file."""
     if not path.is_file():
-        raise DataError(f"{path} does not exist, but its film does; restore it or remove the film")
+        raise DataError(f"{path} does not exist, but its video does; restore it or remove the video")
     lines = [line.strip() for line in path.read_text(encoding="utf-8", errors="replace").splitlines()]
     texts = [line.removeprefix("Text:").split() for line in lines if line.startswith("Text:")]
     if len(texts) != 1 or not texts[0]:
-        raise DataError(f"{path} has {len(texts)} lines that begin with Text:, or an empty one; give one with words")
+        raise DataError(
+            f"{path} has {len(texts)} lines that begin with Text:, or an empty one; use exactly one with words"
+        )
     words: list[tuple[float, float]] = []
     header = next((i for i, line in enumerate(lines) if line.split()[:3] == ["WORD", "START", "END"]), len(lines))
     for number, line in enumerate(lines[header + 1 :], header + 2):
@@ -126,9 +128,9 @@ def _read_lrs3_text(path: Path) -> tuple[str, tuple[tuple[float, float], ...]]:
             _, start, end = line.split()[:3]
             bounds = float(start), float(end)
         except ValueError:
-            raise DataError(f"{path}, line {number}: {line[:60]!r} has no word, start and end; mend it") from None
+            raise DataError(f"{path}, line {number}: {line[:60]!r} has no word, start and end; fix it") from None
         if not 0 <= bounds[0] <= bounds[1] < math.inf:
-            raise DataError(f"{path}, line {number}: a word from {bounds[0]} s to {bounds[1]} s; mend the times")
+            raise DataError(f"{path}, line {number}: a word from {bounds[0]} s to {bounds[1]} s; fix the times")
         words.append(bounds)
     return " ".join(texts[0]).lower(), tuple(words) if len(words) == len(texts[0]) else ()
 
@@ -139,7 +141,7 @@ def load_samples(folder: Path, recording: Recording) -> np.ndarray:
 
 
 class _Sentence(NamedTuple):
-    """What a sentence of :func:`make_data` is spoken with."""
+    """The voice and settings of a sentence of :func:`make_data`."""
 
     name: str
     text: str
@@ -159,7 +161,7 @@ def make_data(
     state from one sentence to the next.
     """
     if train < 1 or test < 1:
-        raise DataError(f"{train} sentences to train on and {test} to test; use at least 1 of each")
+        raise DataError(f"{train} training sentences and {test} test sentences; use at least 1 of each")
     if workers < 1:
         raise DataError(f"{workers} workers; use at least 1")
     if (out / MANIFEST).exists():

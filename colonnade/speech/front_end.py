@@ -72,7 +72,7 @@ class FrontEnd(nn.Module):
             a_TF = torch.where(frames.heard_T[:, None], a_TF, 0.0)
         if self.video is None or self.fusion is None:
             if frames.pictures_seen is not None:
-                raise DataError("this recogniser has no pictures; leave them out, or train the preset speech-tiny-av")
+                raise DataError("this recogniser has no pictures; remove them, or train the preset speech-tiny-av")
             return a_TF
         v_TF = torch.zeros_like(a_TF)
         if frames.pictures_seen is not None:

@@ -21,9 +21,9 @@ from colonnade.errors import ConfigError, DataError
 
 ORDER, BITS = 12, 5
 CACHED = 1 << 16
-"""Most contexts whose probabilities are kept."""
+"""Maximum number of contexts with cached probabilities."""
 START = 0
-"""In the place of a letter: the start of a text, and its end. It is the label of the blank."""
+"""Used instead of a letter: the start of a text, and its end. It is the label of the blank."""
 
 
 class LetterModel:
@@ -36,7 +36,7 @@ class LetterModel:
             )
         labels = [label for text in texts if text for label in (START, *config.labels(text))]
         if not labels:
-            raise DataError("a letter model needs text; give some")
+            raise DataError("a letter model needs text; pass some")
         self.labels = config.vocab_size
         padded = np.array([*labels, *[START] * ORDER], np.int64)
         keys = np.zeros(len(labels), np.int64)
@@ -69,7 +69,7 @@ class LetterModel:
 class Fusion(NamedTuple):
     """Adds ``weight`` · log Σ share · P + ``bonus`` of each letter to a hypothesis' score.
 
-    A model of few texts of one's own beside one of much other text is better than one of both.
+    A model of a little in-domain text together with one of much other text is better than one model of both.
     """
 
     models: tuple[LetterModel, ...]
@@ -80,7 +80,7 @@ class Fusion(NamedTuple):
     """Logarithms below 0 prefer texts of few letters; the bonus makes up for it."""
 
     def logprobs(self, contexts: Sequence[tuple[int, ...]]) -> Tensor:
-        """What is added for each label after each context, (R, V), float64."""
+        """The score added to each label after each context, (R, V), float64."""
         shares = self.shares or (1 / len(self.models),) * len(self.models)
         pairs = list(zip(shares, self.models, strict=True))
         mixed = [np.sum([share * model.probabilities(each) for share, model in pairs], 0) for each in contexts]

@@ -62,8 +62,8 @@ class _Stream:
 
 
 class Listeners:
-    """At most ``streams`` streams at once, in constant memory; greedy, or with ``beam`` hypotheses a stream, of
-    which ``fusion`` adds a language model to the scores.
+    """At most ``streams`` streams at once, in constant memory; greedy, or with ``beam`` hypotheses per stream;
+    ``fusion`` adds a language model to their scores.
 
     Deltas are final: greedy labels at once, those of a beam when all hypotheses agree, and the rest at the end. A
     picture belongs to the frame of its number. Once a stream has pictures, audio waits up to LAG frames for them; a
@@ -165,7 +165,9 @@ class Listeners:
         if not bool(torch.isfinite(pictures).all()):
             raise DataError("pictures with NaN or infinity; check the camera")
         if last - own.made >= MOST_AHEAD:
-            raise DataError(f"pictures are more than {MOST_AHEAD} frames ahead of the sound; send them in step")
+            raise DataError(
+                f"pictures are more than {MOST_AHEAD} frames ahead of the sound; send both at the same pace"
+            )
 
     def _see(self, own: _Stream, frame: int, picture: Tensor) -> None:
         if frame >= own.made:
@@ -246,7 +248,7 @@ def listen_film(
     """
     size = model.config.picture
     if not size:
-        raise DataError("this recogniser has no pictures; leave out the crop, or use one that was trained with mouths")
+        raise DataError("this recogniser has no pictures; remove the crop, or use one that was trained with mouths")
     tracker = None if crop == "none" else FaceTracker(face_detector(), size, crop)
     listeners, clock, samples_s = Listeners(model, beam=beam), PictureClock(), 0.0
     stream = listeners.open(segment, lookahead)

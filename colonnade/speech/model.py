@@ -55,7 +55,9 @@ class SpeechModel(nn.Module):
     def __init__(self, config: SpeechConfig, seed: int = 0, dtype: torch.dtype = torch.float32, axes: Axes = SOLO_AXES):
         super().__init__()
         if config.heads % axes.tp.size:
-            raise PlanError(f"{config.heads} heads do not divide over tp={axes.tp.size}; use a divisor of the heads")
+            raise PlanError(
+                f"{config.heads} heads cannot be divided over tp={axes.tp.size}; use a divisor of the heads"
+            )
         self.config, self.axes = config, axes
         self.all_sizes = [Segments(*sizes) for sizes in config.trained_sizes]
         """All trained sizes."""
@@ -173,7 +175,7 @@ class SpeechModel(nn.Module):
         most = self.config.max_labels
         if beam is None:
             if fusion is not None:
-                raise ConfigError("greedy search has no language model; give a beam, such as 10")
+                raise ConfigError("greedy search does not use a language model; set a beam, such as 10")
             return GreedySearch(self.predictor, self.joint.logprobs, streams, max_labels=most)
         return BeamSearch(self.predictor, self.joint.logprobs, streams, beam=beam, max_labels=most, fusion=fusion)
 
@@ -215,7 +217,7 @@ class SpeechModel(nn.Module):
         sound_TA = self.features(samples)
         labels = self.config.labels(text)
         if not len(sound_TA):
-            raise DataError("a recording of 0 samples has no words; give a longer one")
+            raise DataError("a recording of 0 samples has no words; use a longer one")
         y_TD = self.encode(self.frames(sound_TA, pictures), [len(sound_TA)])
         spans = ctc.align(self.letter_logprobs(y_TD), labels)
         return word_times(text, spans, delayed_parts(self.config))
@@ -245,7 +247,7 @@ class SpeechModel(nn.Module):
             return _filled(folder, config, nemotron.read_weights(folder, config), axes, dtype)
         Manifest.read(folder).check_sizes(folder)
         if not (folder / "speech.json").is_file():
-            raise CheckpointError(f"{folder} is not a speech recogniser; give a folder that speech train wrote")
+            raise CheckpointError(f"{folder} is not a speech recogniser; use a folder written by speech train")
         config = SpeechConfig(**read_json(folder / "speech.json").get("config", {}))
         try:
             tensors = load_file(folder / "model.safetensors")

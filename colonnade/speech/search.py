@@ -63,7 +63,7 @@ class GreedySearch:
     def push(self, frames: Sequence[Tensor]) -> list[list[tuple[int, int]]]:
         """The new (frame, label) pairs of each stream, from its new frames (t, D); t may be 0."""
         if len(frames) != len(self.frames):
-            raise DataError(f"{len(frames)} runs of frames for {len(self.frames)} streams; give one for each")
+            raise DataError(f"{len(frames)} runs of frames for {len(self.frames)} streams; pass one per stream")
         found: list[list[tuple[int, int]]] = [[] for _ in frames]
         for t in range(max(map(len, frames), default=0)):
             rows = [r for r, own in enumerate(frames) if t < len(own)]
@@ -146,7 +146,7 @@ class BeamSearch:
     def push(self, frames: Sequence[Tensor]) -> None:
         """Continue each stream by its new frames (t, D); t may be 0."""
         if len(frames) != len(self.hypotheses):
-            raise DataError(f"{len(frames)} runs of frames for {len(self.hypotheses)} streams; give one for each")
+            raise DataError(f"{len(frames)} runs of frames for {len(self.hypotheses)} streams; pass one per stream")
         for t in range(max(map(len, frames), default=0)):
             self._frame({r: own[t] for r, own in enumerate(frames) if t < len(own)})
 

@@ -103,7 +103,7 @@ class Subsampling(nn.Module):
         self.factor = config.width**0.5 if config.scale_input else 1.0
 
     def forward(self, sound_TA: Tensor) -> Tensor:
-        """One vector a frame."""
+        """One vector per frame."""
         spectra, *found = sound_TA.split([self.rows[0] * self.mels, *self.rows[1:]], 1)
         x_TCRF = self.first(self._pad(spectra.unflatten(1, (1, self.rows[0], self.mels))))
         for depthwise, pointwise, found_TR in zip(self.depthwise, self.pointwise, found, strict=True):

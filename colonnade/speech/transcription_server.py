@@ -74,7 +74,7 @@ def parse_multipart(content_type: str, body: bytes) -> dict[str, bytes]:
         head, separator, value = part.partition(b"\r\n\r\n")
         name = _field_name(head)
         if not separator or name is None:
-            raise RequestError("a part of the multipart body has no name; send each field with one")
+            raise RequestError("a part of the multipart body has no name; send each field with a name")
         if name in fields and name != GRANULARITIES:
             raise RequestError(f"the field '{name[:80]}' is given twice; send it once", param=name[:80])
         fields[name] = fields[name] + b"," + value if name in fields else value
@@ -118,7 +118,7 @@ class _Options:
             )
         if "word" in self.granularities and self.format != "verbose_json":
             raise RequestError(
-                f"times of words need response_format verbose_json, and it is '{self.format}'", param=GRANULARITIES
+                f"word times need response_format verbose_json, not '{self.format}'", param=GRANULARITIES
             )
         self.language = str(given.get("language", "en"))
         try:
@@ -163,7 +163,8 @@ class TranscriptionServer:
             del body
             if self.waiting > self.config.max_waiting:
                 raise RequestError(
-                    f"the queue is full: {self.waiting - 1} recordings wait already; try again later", status=429,
+                    f"the queue is full: {self.waiting - 1} recordings are already waiting; try again "
+                    "later", status=429,
                     code="queue_full",
                 )  # fmt: skip
             return await unless_disconnected(request, self._in_turn(options))

@@ -70,11 +70,11 @@ def film_pictures(path: Path) -> Iterator[tuple[float, np.ndarray]]:
     """
     av = require("av")
     if not path.is_file():
-        raise DataError(f"{path} does not exist; give a film")
+        raise DataError(f"{path} does not exist; use a video file")
     try:
         with av.open(str(path), options={"format_whitelist": FORMATS}) as container:
             if not container.streams.video or not container.streams.audio:
-                raise DataError(f"{path} lacks pictures or sound; give a film with both, or leave out --crop")
+                raise DataError(f"{path} lacks pictures or sound; use a video with both, or remove --crop")
             video, sound = container.streams.video[0], container.streams.audio[0]
             if video.width * video.height > MAX_FILM_PIXELS:
                 raise DataError(
@@ -88,7 +88,7 @@ def film_pictures(path: Path) -> Iterator[tuple[float, np.ndarray]]:
                 if frame.time is not None:
                     yield frame.time - start_s, frame.reformat(width, height).to_ndarray(format="rgb24")
     except (av.FFmpegError, ValueError) as why:
-        raise DataError(f"{path} is no film that can be read: {why}; convert it to MP4") from None
+        raise DataError(f"{path} cannot be read as video: {why}; convert it to MP4") from None
 
 
 def scaled(picture: np.ndarray, size: int) -> Tensor:

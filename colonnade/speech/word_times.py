@@ -24,7 +24,7 @@ PARTS = 4
 PART_S = HOP / RATE
 """Length of a letter target [s]."""
 UNKNOWN = -1
-"""The target of a recording whose times are unknown."""
+"""The target of a recording without known times."""
 SPACE_PARTS = 2
 """Least length of a space."""
 
@@ -63,7 +63,9 @@ def letter_targets(
         else:
             spelled[-1].append(label)
     if len(spelled) != len(words):
-        raise DataError(f"{len(words)} times of words, but the text has {len(spelled)}; give one (start, end) a word")
+        raise DataError(
+            f"{len(words)} word times, but the text has {len(spelled)} words; pass one (start, end) per word"
+        )
     bounds = [[round(start / PART_S) + delay, round(end / PART_S) + delay] for start, end in words]
     for before, after in itertools.pairwise(bounds):
         if after[0] - before[1] < SPACE_PARTS:

@@ -243,7 +243,7 @@ def _loss_scale_columns(pending: Sequence[StepMetrics]) -> list[Tensor]:
 def _collapse(scale: Sequence[float]) -> str:
     if not scale:
         return ""
-    return f", and the loss scale fell to {scale[0]:g} after {scale[1]:.0f} skipped steps: no scale helps"
+    return f", and the loss scale fell to {scale[0]:g} after {scale[1]:.0f} skipped steps; no scale avoids the overflow"
 
 
 def throughput_row(speed: Throughput) -> Row:

@@ -31,7 +31,7 @@ class MoeStats(NamedTuple):
     balance_L: Tensor
     """The balance loss, a mean over the step's tokens."""
     z_L: Tensor
-    """The router z-loss, likewise."""
+    """The router z-loss, in the same form."""
     sent_bytes_L: Tensor
     """int64: bytes that ranks exchanged in the forward passes."""
     finite_L: Tensor

@@ -115,7 +115,7 @@ def memory_breakdown(
 
 
 def requested_bytes(error: BaseException) -> int:
-    """The size of the failed allocation; 0 if ``error`` does not tell."""
+    """The size of the failed allocation; 0 if ``error`` does not contain it."""
     match = REQUESTED.search(str(error))
     return int(float(match[1]) * UNITS[match[2].lower()]) if match else 0
 
@@ -123,7 +123,7 @@ def requested_bytes(error: BaseException) -> int:
 def find_oom_error(error: BaseException) -> BaseException | None:
     """The out-of-memory error among ``error`` and its causes, if any.
 
-    torch's pipelines wrap what a stage raises, and on a CPU torch has no type of its own for it.
+    torch's pipelines wrap what a stage raises, and on a CPU torch has no separate type for it.
     """
     cause: BaseException | None = error
     while cause is not None:
@@ -157,7 +157,7 @@ def explain_setup_oom(run: RunConfig, device: torch.device) -> Iterator[None]:
         free = peak_bytes(device)
         use = MemoryUse(device.type, _largest_rank_estimate(run, device), free)
         remedies = _advice(run, device, max(use.total, free + requested), free)
-        return f"By the memory estimate a rank takes\n{use}\n{remedies}"
+        return f"By the memory estimate a rank needs\n{use}\n{remedies}"
 
     with _explained(device, "before the first step", explain):
         yield
@@ -186,8 +186,8 @@ def explain_checkpoint_copy_oom(name: str) -> Iterator[None]:
         if find_oom_error(error) is None:
             raise
         raise CapacityError(
-            f"there is no host memory for a copy of what {name} is made of, from which it is written while training "
-            "goes on; set --train.no_async_save"
+            f"not enough host memory for the copy from which {name} is written while training continues; set "
+            "--train.no_async_save"
         ) from error
 
 

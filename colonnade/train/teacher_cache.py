@@ -4,7 +4,7 @@
     part-….bin      records of one process, appended: key, checksum, ids (S, k) int32, log-probabilities (S, k) float32
 
 For a classifier S is 1 and k the number of classes. A record's key is a digest of the sample's tokens: any run over the
-same samples finds it, in any order and layout. Each process appends to a file of its own. A record that is torn or
+same samples finds it, in any order and layout. Each process appends to its own file. A record that is torn or
 damaged fails its checksum and is computed again.
 """
 
@@ -90,7 +90,8 @@ class TeacherCache:
                 file.write(record.tobytes())
         except OSError as why:
             raise DataError(
-                f"distill.cache {self.folder} cannot be written: {why.strerror}; free space, or leave it out"
+                f"distill.cache {self.folder} cannot be written: {why.strerror}; free some space, or unset "
+                "distill.cache"
             ) from None
         self._places[key] = self._own, number
 
@@ -105,13 +106,13 @@ class TeacherCache:
             there = json.loads(path.read_text("utf-8"))
         except (OSError, ValueError) as why:
             raise ConfigError(
-                f"distill.cache {self.folder} is no cache of answers that can be used ({why}); give another folder"
+                f"distill.cache {self.folder} is not a usable cache of teacher outputs ({why}); use another folder"
             ) from None
         if there != meta:
             keys = there.keys() | meta.keys() if isinstance(there, dict) else set()
             differ = ", ".join(sorted(key for key in keys if there.get(key) != meta.get(key)))
             raise ConfigError(
-                f"distill.cache {self.folder} belongs to another run: it differs in {differ}; give another folder"
+                f"distill.cache {self.folder} belongs to another run: it differs in {differ}; use another folder"
             )
 
 

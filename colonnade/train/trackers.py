@@ -187,8 +187,8 @@ def service_trackers(run: RunConfig) -> list[OpenTracker]:
         spec = importlib.util.find_spec(name)
         if spec is None or spec.origin is None:  # no origin: a plain folder of that name, such as wandb leaves behind
             raise ConfigError(
-                f"train.trackers names {name}, and the package '{name}' is not installed; "
-                "run: pip install 'colonnade[track]', or leave it out"
+                f"train.trackers includes {name}, but the package '{name}' is not installed; "
+                "run: pip install 'colonnade[track]', or remove it"
             )
     config = run.model_dump(mode="json")
     return [functools.partial(ServiceTracker, name=name, config=config) for name in run.train.trackers]

@@ -65,7 +65,7 @@ def read_texts(path: Path) -> list[Text]:
             )
         first, second = row[names[0]], None if names[1] is None else row[names[1]]
         if not isinstance(first, str) or not isinstance(second, str | None):
-            raise DataError(f"{place}: '{names[0]}' or '{names[1]}' is not a text; correct or remove this row")
+            raise DataError(f"{place}: '{names[0]}' or '{names[1]}' is not a string; fix or remove this row")
         if str(row[label_name]) not in ("-", ""):
             found.append(Text(first, second, str(row[label_name])))
     return _not_empty(found, path)
@@ -88,7 +88,7 @@ def read_choices(path: Path) -> list[Question]:
                 f"{type(error).__name__} {error}"
             ) from None
     if len({len(question.options) for question in found}) > 1:
-        raise DataError(f"{path} has questions with different numbers of options; give all the same number")
+        raise DataError(f"{path} has questions with different numbers of options; all must have the same number")
     return _not_empty(found, path)
 
 
@@ -153,9 +153,9 @@ def _jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         try:
             row = json.loads(line)
         except ValueError as error:
-            raise DataError(f"{path}:{number}: not JSON: {error}; give one object a line") from None
+            raise DataError(f"{path}:{number}: not JSON: {error}; use one object per line") from None
         if not isinstance(row, dict):
-            raise DataError(f"{path}:{number}: not a JSON object; give one object a line")
+            raise DataError(f"{path}:{number}: not a JSON object; use one object per line")
         yield f"{path}:{number}", row
 
 
@@ -177,5 +177,5 @@ def _text(path: Path) -> str:
 
 def _not_empty(found: list[Any], path: Path) -> list[Any]:
     if not found:
-        raise DataError(f"{path} has no examples; give another file")
+        raise DataError(f"{path} has no examples; use another file")
     return found

@@ -69,7 +69,7 @@ class Pair:
 
     def __post_init__(self) -> None:
         if self.tokenizer.bos_id is None or not self.tokenizer.eos_ids:
-            raise DataError("the tokenizer has no [CLS] and [SEP]; give an encoder with its own tokenizer")
+            raise DataError("the tokenizer has no [CLS] and [SEP]; use an encoder with its own tokenizer")
 
     def join(self, first: Sequence[int], second: Sequence[int] | None) -> tuple[list[int], list[int]]:
         """(tokens, segments); the longer part is cut first."""
@@ -143,7 +143,7 @@ class ChoiceTask:
         made: list[Example] = []
         for passage, question, options, label in rows:
             if len(options) != self.choices:
-                raise DataError(f"'{question[:60]}' has {len(options)} options, and others have {self.choices}")
+                raise DataError(f"'{question[:60]}' has {len(options)} options, but others have {self.choices}")
             ids = self.pair.encode(passage)
             for number, option in enumerate(options):
                 asked = self.pair.encode(_with_answer(question, option))[: min(QUESTION_TOKENS, self.pair.longest // 2)]

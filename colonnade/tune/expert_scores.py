@@ -42,7 +42,7 @@ def score_experts(model: Transformer, texts: Iterable[Tensor]) -> ExpertScores:
         (int(name.split(".")[1]), module) for name, module in model.named_modules() if isinstance(module, Experts)
     ]
     if any(module.quantised for _, module in layers):
-        raise ConfigError("quantised experts are not scored; load the model with weights='dense'")
+        raise ConfigError("quantised experts cannot be scored; load the model with weights='dense'")
     handles = [module.register_forward_pre_hook(_Hook(sums[:, layer])) for layer, module in layers]
     try:
         for text in texts:
@@ -52,7 +52,7 @@ def score_experts(model: Transformer, texts: Iterable[Tensor]) -> ExpertScores:
             handle.remove()
     load_LE, gates_LE, norms_LE = sums
     if not load_LE.any():
-        raise DataError("there were no texts to score experts on; give some texts of the task")
+        raise DataError("there was no text to score experts on; pass some text of the task")
     used_LE = load_LE.clamp(min=1)
     return ExpertScores(load_LE.long(), gates_LE / used_LE, norms_LE / used_LE)
 

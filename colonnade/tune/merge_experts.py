@@ -1,6 +1,6 @@
 """Expert merging: groups each layer's experts by similarity and averages each group (M-SMoE, arXiv 2310.01334).
 
-    the N most used experts lead a group; every other joins the leader whose router scores are most like its own
+    the N most used experts lead a group; every other joins the leader with the most similar router scores
     W = Σ_e load_e · P_e W_e / Σ_e load_e            P_e: the order of e's hidden units that fits its leader best
 
 The router keeps its scores for all E experts, and a choice of an expert is mapped to its group. So experts that differ
@@ -34,7 +34,7 @@ def check_merge(config: ModelConfig, merge: int) -> None:
         raise ConfigError("this model has no experts to merge")
     if moe.merged:
         raise ConfigError(
-            f"the {moe.experts} experts are merged into {moe.merged} already; merge those of the original"
+            f"the {moe.experts} experts are already merged into {moe.merged}; merge those of the original model"
         )
     if not 1 <= merge < moe.experts:
         raise ConfigError(f"{moe.experts} experts cannot be merged into {merge}; use 1 to {moe.experts - 1}")
@@ -51,14 +51,16 @@ def merge_experts(model: Transformer, texts: Iterable[Tensor], merge: int) -> Tr
     check_transformer(model)
     check_merge(model.config, merge)
     if (ranks := model.axes.experts.tokens.size) > 1:
-        raise PlanError(f"merging takes a whole model on one process, not over {ranks}; load it alone")
+        raise PlanError(
+            f"merging needs the whole model in one process, not sharded over {ranks}; load it without a plan"
+        )
     layers = {
         int(name.split(".")[1]): module
         for name, module in model.named_modules()
         if isinstance(module, MixtureOfExperts)
     }
     if any(module.experts.quantised for module in layers.values()):
-        raise ConfigError("quantised experts are not merged; load the model with weights='dense'")
+        raise ConfigError("quantised experts cannot be merged; load the model with weights='dense'")
     use = _measure(model, layers, texts)
     moe = model.config.moe
     assert moe is not None
@@ -116,7 +118,7 @@ def _measure(model: Transformer, layers: dict[int, MixtureOfExperts], texts: Ite
         for handle in handles:
             handle.remove()
     if not any(bool(each.load_E.any()) for each in use.values()):
-        raise DataError("there were no texts to measure the experts' use on; give some texts of the task")
+        raise DataError("there was no text to measure the experts' use on; pass some text of the task")
     return use
 
 

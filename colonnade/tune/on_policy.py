@@ -147,10 +147,10 @@ def _seed(seed: int, position: int) -> int:
 
 def _check(run: RunConfig) -> None:
     if not run.distill.teacher:
-        raise ConfigError("distill.on_policy needs a teacher; set --distill.teacher, or leave distill.on_policy out")
+        raise ConfigError("distill.on_policy needs a teacher; set --distill.teacher, or remove distill.on_policy")
     if run.plan.world > 1:
-        raise ConfigError("distill.on_policy samples in the trainer's process; leave --plan out")
+        raise ConfigError("distill.on_policy samples in the trainer's process; remove --plan")
     if run.distill.cache or run.train.cuda_graph:
         raise ConfigError(
-            "distill.on_policy makes new texts in every step; leave distill.cache and train.cuda_graph out"
+            "distill.on_policy generates new text in every step; remove distill.cache and train.cuda_graph"
         )

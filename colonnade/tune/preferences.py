@@ -121,7 +121,9 @@ class PreferenceFeed(TuneFeed):
             scores = scores / seen[:, None]
             if not scores.isfinite().all():
                 bad = int((~scores.isfinite().all(1)).nonzero()[0])
-                raise DataError(f"the reference model gives pair {bad} a probability of 0; remove it, or use float32")
+                raise DataError(
+                    f"the reference model gives pair {bad} a probability of 0; remove the pair, or use float32"
+                )
             if world.rank == 0:
                 _write(file, scores.numpy())
             world.max_(torch.zeros(()))  # wait for the file
@@ -175,5 +177,5 @@ def flatten(pairs: Sequence[Preference]) -> list[Conversation]:
 def preference_feed(data: Conversations, held_out: Conversations, tune: TuneConfig) -> MakeFeed:
     """The data feed of preference tuning; raises :class:`DataError` without pairs."""
     if not len(data):
-        raise DataError("there are no pairs; give at least one")
+        raise DataError("there are no pairs; pass at least one")
     return partial(PreferenceFeed, data, held_out, tune)

@@ -33,7 +33,7 @@ class Scored(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What is scored."""
+    """A sample to score."""
 
     prompt: str
     answer: str

@@ -37,7 +37,7 @@ class RolloutEngine:
         self._requests, self._exact = min(answers, tune.requests), tune.exact
         self.engine: Engine | None = None
         self._peak_is_known = False
-        """Whether a training step was taken, whose peak memory counts."""
+        """Whether a training step was taken, so that its peak memory is known."""
 
     def run(self, trained: Transformer, sample: Callable[[Engine], Any]) -> Any:
         """Calls ``sample`` with an engine that has the weights of ``trained``, on the first tensor rank; all ranks get

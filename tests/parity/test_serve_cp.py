@@ -136,9 +136,9 @@ def test_context_ranks_with_other_axes(name: str, plan: dict[str, int]) -> None:
         (Axes(cp=Axis("cp", 2)), r"a model that serves over cp=2 must be built with ground.axes.serving\(\)"),
         (
             Axes(cp=Axis("cp", 2), tp=Axis("tp", 2), sequence_parallel=True, cp_replicated=True),
-            r"ranks that share a cache \(cp=2\) all have all tokens; leave sequence_parallel off",
+            r"ranks that share a cache \(cp=2\) all have all tokens; turn sequence_parallel off",
         ),
-        (Axes(dp=Axis("dp", 2)), r"not over dp=2; use dp=1, and one server for each replica"),
+        (Axes(dp=Axis("dp", 2)), r"not over dp=2; use dp=1, and one server per replica"),
     ],
 )
 def test_unsupported_serving_axes_are_refused(axes: Axes, message: str) -> None:

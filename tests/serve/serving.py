@@ -112,7 +112,7 @@ def server(
     with start(load, plan, limits, models, **config) as running:
         assert running.process.stdout is not None
         line = running.process.stdout.readline()
-        while "cores" in line or "ranks call each kernel" in line:  # warnings that depend on the machine and the plan
+        while "cores" in line or "ranks launch each kernel" in line:  # warnings that depend on the machine and the plan
             line = running.process.stdout.readline()
         assert line == f"loading {names}\n"
         line = running.process.stdout.readline()

@@ -69,7 +69,7 @@ def test_a_conversation_outlives_the_context_and_the_cache(tmp_path: Path, conte
         command, input=8 * "the quick fox\n", text=True, capture_output=True, timeout=240, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert "the context or the KV cache is full: the oldest turns are left out" in done.stderr
+    assert "the context or the KV cache is full: the oldest turns are dropped" in done.stderr
     assert "RequestError" not in done.stderr and "this server holds" not in done.stderr
     assert len(done.stdout.splitlines()) >= 8
 

@@ -121,7 +121,7 @@ def test_what_cannot_be_exported(change, sizes, says) -> None:
 
 def test_no_compiler(monkeypatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(ConfigError, match=r"no g\+\+ here"):
+    with pytest.raises(ConfigError, match=r"g\+\+ was not found"):
         check_export(ModelConfig(vocab_size=67, layers=1, width=24, heads=4, ffn_width=26, context=64), 64, 16)
 
 
@@ -334,7 +334,7 @@ def test_the_verb_quantises_a_mixture(monkeypatch, tmp_path) -> None:
 
 
 def test_what_pt2e_refuses(monkeypatch, tmp_path) -> None:
-    with pytest.raises(ConfigError, match="not bfloat16; leave --dtype out"):
+    with pytest.raises(ConfigError, match="not bfloat16; remove --dtype"):
         check_pt2e("bfloat16")
     monkeypatch.setitem(sys.modules, "torchao", None)
     with pytest.raises(ConfigError, match=r"pip install 'colonnade\[pt2e\]'"):
@@ -411,7 +411,7 @@ def test_errors_of_packages(exported, tmp_path, capsys) -> None:
         return " ".join(capsys.readouterr().err.split())
 
     assert "run it with --trust" in says("generate", package, "a")
-    assert "is not one; leave it out" in says("generate", model, "a", "--trust")
+    assert "is not one; remove it" in says("generate", model, "a", "--trust")
     assert "runs as it was exported" in says("generate", package, "a", "--trust", "--int8")
     assert "never loaded as a model" in says("eval", package)
     assert "exists already" in says("export", model, package)

@@ -114,7 +114,7 @@ def test_non_finite_weights_are_refused(bad: float, kind: str, group: int) -> No
     layer = Linear(64, 3, bias=False, device=torch.device("cpu"), dtype=torch.float32)
     w = random_weights(3, 64)
     w[1, 40] = bad
-    with pytest.raises(CheckpointError, match=f"3 × 64 is not finite and cannot be put into {kind}"):
+    with pytest.raises(CheckpointError, match=f"3 × 64 is not finite and cannot be quantised to {kind}"):
         layer.quantise(w, kind, group, lambda x: x)
     assert layer.quantised is None
 
@@ -183,7 +183,7 @@ def test_unsupported_settings_are_refused() -> None:
     with pytest.raises(PlanError, match=r"tp=2 leaves a rank 32 of moe.shared_width 64"):
         check_quantised(moe.replace(heads=16, head_width=16, moe=moe.moe.replace(shared_width=64)), "int4", 64, 2)
     with pytest.raises(
-        ConfigError, match=r"serve.weights is int4, and this model's weights are stored.*load it with weights"
+        ConfigError, match=r"serve.weights is int4, but this model's weights are stored.*load it with weights"
     ):
         Engine(tiny.model(), tiny.tokenizer(), ServeConfig(weights="int4"))
     with pytest.raises(ConfigError):

@@ -93,7 +93,7 @@ def test_matrices_equal_a_dense_layer_and_error_is_bounded(kind: str, group: int
 def test_non_finite_weights_are_refused(part: str) -> None:
     layer, stack = layer_of(2, 4, 6), torch.ones(2, 4, 6)
     stack[1, 2, 3] = math.nan
-    with pytest.raises(CheckpointError, match="is not finite and cannot be put into int8"):
+    with pytest.raises(CheckpointError, match="is not finite and cannot be quantised to int8"):
         layer.quantise(part, stack, "int8", 64, SOLO_AXES.experts.etp, CPU)
     assert not layer.quantised
 

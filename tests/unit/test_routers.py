@@ -487,7 +487,7 @@ def test_invalid_settings_are_refused_with_a_remedy(router, moe, message):
 
 def test_invalid_router_output_is_reported():
     moe = MoeConfig(experts=E, active=2, ffn_width=8, router=RouterConfig(kind="careless"))
-    with pytest.raises(ConfigError, match=r"'careless' gave ids of \(29,\).*must give int64 \(29, A\)"):
+    with pytest.raises(ConfigError, match=r"'careless' returned ids of \(29,\).*must return int64 \(29, A\)"):
         chosen("careless", moe, router_of(moe))
 
 

@@ -74,7 +74,7 @@ def tokenizer_from_header(header: Header, vocab_size: int) -> TokenizerParts:
     pre = ALIASES.get(pre, pre)
     if pre not in PRE_TOKENIZERS:
         raise CheckpointError(
-            f"{header.path} has the pre-tokenizer {pre!r}; known ones are {', '.join([*PRE_TOKENIZERS, *ALIASES])}"
+            f"{header.path} has the pre-tokenizer {pre!r}; supported ones are {', '.join([*PRE_TOKENIZERS, *ALIASES])}"
         )
     tokens = keys.strings("tokens")
     if not tokens or len(tokens) > vocab_size:

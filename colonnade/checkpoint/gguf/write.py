@@ -40,7 +40,7 @@ FILE_TYPES = {"F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7}
 
 
 class WritableTokenizer(Protocol):
-    """What this module needs of a tokenizer."""
+    """The tokenizer interface that this module uses."""
 
     bos_id: int | None
     eos_ids: tuple[int, ...]
@@ -62,7 +62,7 @@ def write_gguf(
 ) -> None:
     """Write ``model`` as the file ``path``; quantised matrices as they are, others as ``dense_as``.
 
-    Raises :class:`ConfigError` for a model that the format cannot express, :class:`CheckpointError` for a file that
+    Raises :class:`ConfigError` for a model that the format cannot represent, :class:`CheckpointError` for a file that
     exists or cannot be written.
     """
     path, gguf = Path(path), gguf_package()
@@ -104,9 +104,9 @@ def write_gguf(
 def check_name(path: Path, overwrite: bool) -> None:
     """Raise unless ``path`` may be written as a GGUF file."""
     if path.suffix != ".gguf":
-        raise ConfigError(f"{path} is not the name of a GGUF file; end it with .gguf")
+        raise ConfigError(f"{path} is not a GGUF file name; it must end in .gguf")
     if path.exists() and not (overwrite and path.is_file()):
-        raise CheckpointError(f"{path} exists; use another name, or --overwrite")
+        raise CheckpointError(f"{path} already exists; use another name, or --overwrite")
 
 
 def _check(model: Transformer, path: Path, overwrite: bool) -> None:
@@ -185,8 +185,8 @@ def _float16(name: str, scales: Tensor) -> Tensor:
     if not torch.equal(scales.half().float(), scales):
         worst = float(scales[scales.half().float() != scales].abs().max())
         raise ConfigError(
-            f"'{name}' has the int4 scale {worst:.3g}, which is no float16 number, as GGUF needs; write --format hf or "
-            "colonnade, or compress to int8"
+            f"'{name}' has the int4 scale {worst:.3g}, which is not a float16 number, as GGUF requires; write "
+            "--format hf or colonnade, or compress to int8"
         )
     return scales
 
@@ -254,7 +254,7 @@ def _pre_tokenizer(parts: Mapping[str, Any]) -> str:
         if _comparable(json.loads(probe.to_str())["pre_tokenizer"]) == wanted:
             return name
     raise ConfigError(
-        f"llama.cpp has no name for the tokenizer's way to split text; known are {', '.join(PRE_TOKENIZERS)}; "
+        f"llama.cpp has no name for the tokenizer's pre-tokenization; it knows {', '.join(PRE_TOKENIZERS)}; "
         "write --format hf"
     )
 

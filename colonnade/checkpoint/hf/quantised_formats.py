@@ -254,7 +254,7 @@ class Gptq:
 
     group: int | None
     first_zero: int
-    """What is added to a stored zero point: 1 in version 1."""
+    """Added to a stored zero point: 1 in version 1."""
     marker: str = ".qweight"
     endings: tuple[str, ...] = (".qweight", ".qzeros", ".scales", ".g_idx")
 
@@ -273,7 +273,7 @@ class Gptq:
             order = raw.read_raw(f"{stem}.g_idx", ((0, D),)).long()
             if not torch.equal(order, torch.arange(D) // (self.group or D)):
                 raise CheckpointError(
-                    f"{raw.file_of(stem)}: the groups of '{stem}' are in the order of activations (g_idx, desc_act); "
+                    f"{raw.file_of(stem)}: the groups of '{stem}' are in activation order (g_idx, desc_act); "
                     "use a file that was made with desc_act false"
                 )
         return F, D

@@ -19,7 +19,7 @@ from colonnade.errors import CheckpointError
 
 
 def _feed_forward(ours: str, theirs: str) -> MappingTable:
-    """Mappings of a dense part and of a mixture of experts, of which a block has one."""
+    """Mappings of a dense part and of a mixture of experts; a block has one of them."""
     mlp = f"{theirs}mlp."
     return {
         f"{ours}.ffn.up.weight": ParamMapping(f"{mlp}wi.weight"),
@@ -47,7 +47,7 @@ def _step(keys: ConfigKeys, stack: str, layers: int) -> int:
 
 def _from_hf(keys: ConfigKeys) -> ModelConfig:
     fields = common_from_hf(keys)
-    keys.must_be("router_bias", False, "a bias of the router is not implemented for this family")
+    keys.must_be("router_bias", False, "a router bias is not implemented for this family")
     keys.must_be("router_type", "tokens_masked", "this routing is not implemented")
     keys.must_be("feed_forward_proj", "relu", "published models have relu")
     keys.must_be("is_gated_act", False, "gated experts are not implemented for this family")
@@ -89,7 +89,7 @@ def _sparse(with_experts: list[int], layers: int) -> int:
         if with_experts == [i for i in range(layers) if step == 1 or i % step == 1]:
             return sparse
     raise CheckpointError(
-        f"'switch_transformers' files cannot express experts in blocks {with_experts} of {layers}; write --format "
+        f"'switch_transformers' files cannot represent experts in blocks {with_experts} of {layers}; write --format "
         "colonnade, or train with experts in every n-th block from block 1 on"
     )
 

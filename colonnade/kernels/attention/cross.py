@@ -149,8 +149,8 @@ def in_batches(
 ) -> Tensor:
     """o_TNH of one call ``attend(q_BTNH, k_BTKH, v_BTKH, bias_NTS, lengths_B)``, without waiting for the device.
 
-    Sequences of unequal length are padded to ``longest``; ``lengths_B`` (None if all are equal) says how many keys each
-    sees. An empty sequence sees its first padding, so that no row is NaN.
+    Sequences of unequal length are padded to ``longest``; ``lengths_B`` (None if all are equal) is the number of keys
+    that each sees. An empty sequence sees its first padding, so that no row is NaN.
     """
     if equal:
         q, k, v = (x.unflatten(0, (-1, longest)) for x in (q_TNH, k_TKH, v_TKH))
@@ -192,7 +192,7 @@ def relative_mask(near_RN: Tensor, longest: int, *, causal: bool) -> Tensor:
     row_RN = wide_RN.index_select(0, distance.clamp(-limit, limit) + limit)
     if causal:
         row_RN = row_RN.masked_fill((distance > 0)[:, None], -torch.inf)
-    # The windows are strided by heads first, and fused kernels need keys beside each other.
+    # The windows are strided by heads first, and fused kernels need adjacent keys.
     return row_RN.T.unfold(1, longest, 1).flip(1).to(near_RN.dtype).contiguous()
 
 

@@ -9,8 +9,8 @@ Split lines are merged in the same launch (``MERGE``), unless a prefix is shared
 :mod:`~colonnade.kernels.attention.triton_merge` adds them. With fixed splits (``FIXED``) all sums follow one tree over
 the positions of the keys, so that their bits depend neither on the batch nor on rows, teams or pieces.
 
-Latents of up to 16 query rows, as of one rank of eight, have a kernel of their own (cuda_decode_mla.cu), in which a
-block and not a warp owns the ring. Steps of a few keys a request have one that needs no plan (cuda_decode_short.cu):
+Latents of up to 16 query rows, as of one rank of eight, have their own kernel (cuda_decode_mla.cu), in which a block
+rather than a warp owns the ring. Steps of a few keys per request have one that needs no plan (cuda_decode_short.cu):
 each warp reads one tile. A captured graph, which must serve any lengths, does not use it.
 """
 
@@ -70,7 +70,7 @@ run at once."""
 SHORT_TEAMS = (1, 2, 3, 4, 6, 8, 10, 12, 16)
 """Warps of a line: the least of these that has one for each tile."""
 SHORT_WARPS = 4
-"""Warps of its blocks at most, but for those of one line, if there are more lines than multiprocessors."""
+"""Maximum warps of its blocks, except for those of one line, if there are more lines than multiprocessors."""
 SHORT_HALF = 8
 """Of at most so many keys it reads half a tile."""
 
@@ -220,7 +220,9 @@ def _kernel(name: str, constants: tuple[tuple[str, int], ...], shared: int, devi
 
 
 def compiler_options(constants: dict[str, int]) -> list[str]:
-    """Options for NVRTC: with fixed splits all variants must round alike, so none fuses additions at will."""
+    """Options for NVRTC: with fixed splits all variants must round identically, so the compiler may not fuse
+    additions.
+    """
     fixed = ["--fmad=false"] if constants["FIXED"] else []
     return ["--std=c++17", *fixed, *(f"-D{name}={value}" for name, value in constants.items())]
 

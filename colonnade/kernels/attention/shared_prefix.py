@@ -64,7 +64,7 @@ class PrefixTree(NamedTuple):
 def shared_prefix_reference(
     q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, tree: PrefixTree, *, window: int | None = None
 ) -> Tensor:
-    """o_TNH: each continuation as the end of a sequence of its own."""
+    """o_TNH: each continuation as the end of its own sequence."""
     prefixes, rest = list[Tensor](), list[Tensor]()
     for prefix, rows, lengths in tree.groups():
         k_SKH, v_SKH = k_TKH[prefix], v_TKH[prefix]

@@ -1,6 +1,6 @@
 """Tile sizes of the experts' grouped GEMMs, and whether a Triton kernel or torch computes each: a measured table.
 
-Only the device knows the load of each expert, so a table row is chosen by what the host knows: the GEMM, the element
+Only the device has the load of each expert, so a table row is chosen by what the host has: the GEMM, the element
 size, the layer's (F, D), and the mean rows per expert, R / E. A decode step has few rows: its tiles are as low as
 tensor cores allow (16), since each weight is read once whatever the tile. Training has many rows: its tiles are as
 large as the registers allow (128 × 256 float32 accumulators, 128 registers a thread of 256).
@@ -37,7 +37,7 @@ class GroupedTiles(NamedTuple):
     descriptors: bool = False
     """Whether weights, and contiguous rows, are loaded by TMA (tensor descriptors)."""
     gather_first: bool = False
-    """Whether tokens are gathered into expert order in a pass of their own, not within the GEMM."""
+    """Whether tokens are gathered into expert order in a separate pass, not within the GEMM."""
     interleaved: bool = False
     """Whether two GEMMs that add into one result share a loop, a step of each in turn, with twice the operands."""
     library: bool = False

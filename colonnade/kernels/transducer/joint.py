@@ -33,7 +33,9 @@ float32's rounding. With random weights a quarter to a half of all cells are dea
 
 
 class Posteriors(NamedTuple):
-    """What the backward pass needs of the lattice, each (B, U, T) but the last; 0 outside of the utterances."""
+    """The parts of the lattice that the backward pass needs, each (B, U, T) but the last; 0 outside of the
+    utterances.
+    """
 
     lse_BUT: Tensor
     blank_BUT: Tensor

@@ -44,7 +44,7 @@ class WeightsSwapped(replies.Reply):
 
     status: Literal["swapped"]
     path: str
-    """The checkpoint whose weights are served now."""
+    """The checkpoint of the weights that are served now."""
     preempted: int
     """Running requests, which continue with the new weights."""
     read_s: float
@@ -55,7 +55,7 @@ class WeightsSwapped(replies.Reply):
 
 
 LOG = logging.getLogger("colonnade.serve.admin")
-"""What operators change."""
+"""Endpoints for the operator."""
 LOG.addHandler(logging.NullHandler())
 
 

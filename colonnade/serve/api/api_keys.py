@@ -148,7 +148,7 @@ def read_keys(file: Path) -> list[ApiKey]:
     keys: list[ApiKey] = []
     for number, entry in enumerate(entries, 1):
         if not isinstance(entry, dict) or not all(isinstance(name, str) for name in entry):
-            raise ConfigError(f"key {number} in the key file {file} is no table; give it name and sha256")
+            raise ConfigError(f"key {number} in the key file {file} is not a table; set its name and sha256")
         try:
             keys.append(ApiKey(**entry))
         except ConfigError as error:

@@ -21,7 +21,7 @@ Parsed = TypeVar("Parsed", bound=BaseModel)
 
 
 class BodyRoute(APIRoute):
-    """A route whose endpoint may take ``(body, request)``, with the body read by :func:`parse_body`."""
+    """A route with an endpoint that may take ``(body, request)``, with the body read by :func:`parse_body`."""
 
     def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:  # type: ignore[override]
         """FastAPI calls the result with each request."""

@@ -163,7 +163,7 @@ class _Timed(StallTimeout):
             self._header_timer = None
 
     def handle_websocket_upgrade(self, *args: Any) -> None:
-        """The headers are complete, and a WebSocket's protocol takes the connection, with limits of its own."""
+        """The headers are complete, and a WebSocket's protocol takes over the connection, with its own limits."""
         self._upgraded = True
         if self._header_timer is not None:
             self._header_timer.cancel()

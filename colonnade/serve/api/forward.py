@@ -37,7 +37,7 @@ ELSEWHERE = frozenset({429, 503})
 """Statuses of an upstream that does not take the request: another one may."""
 
 LOST = RequestError(
-    "the server that generated this answer failed; send the request again", status=503, code="engine_failed"
+    "the server that generated this response failed; send the request again", status=503, code="engine_failed"
 )
 
 
@@ -49,7 +49,7 @@ class _Route:
 
 
 class ForwardRequests:
-    """ASGI middleware; ``forward_keys`` sends the clients' API keys on, unless the upstreams have one of their own.
+    """ASGI middleware; ``forward_keys`` forwards the clients' API keys, unless the upstreams have their own.
 
     The keys here must allow ``model``.
     """
@@ -144,7 +144,7 @@ class ForwardRequests:
 
 
 def prompt_of(body: bytes) -> bytes:
-    """The bytes by which the router compares prompts; none if the body cannot be read: the upstream says why."""
+    """The bytes by which the router compares prompts; none if the body cannot be read: the upstream reports why."""
     try:
         values: Any = json.loads(body)
         prompt = values.get("prompt") if values.get("messages") is None else values["messages"]

@@ -31,13 +31,13 @@ def known_parameters(
         value = None if name in fields else values.get(name)
         if value is not None and not any(value == none and type(value) is type(none) for none in neutral):
             what = name if isinstance(value, list | dict) else f"{name}={format_value(value)}"
-            raise RequestError(f"{what} is not supported{reason}; leave it out", param=name)
+            raise RequestError(f"{what} is not supported{reason}; remove it", param=name)
     known = {*fields, *unsupported, *ignored}
     unknown = next((name for name in values if name not in known), None)
     if unknown is not None:
         shown = unknown[:MAX_NAME_CHARACTERS]
         near = difflib.get_close_matches(shown, sorted(fields), n=1, cutoff=SIMILARITY_CUTOFF)
-        remedy = f"did you mean '{near[0]}'?" if near else "leave it out"
+        remedy = f"did you mean '{near[0]}'?" if near else "remove it"
         raise RequestError(f"unknown parameter '{shown}'; {remedy}", param=shown, code="unknown_parameter")
     return {name: value for name, value in values.items() if name in fields}
 

@@ -9,7 +9,7 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 FIRST = "process_start_time_seconds"
-"""The metric of which the smallest value is exported instead of the sum."""
+"""The metric that is exported as its minimum instead of its sum."""
 
 
 class FrontProcesses(Collector):

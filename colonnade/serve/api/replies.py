@@ -155,7 +155,7 @@ class ChatTokenLogprob(TopLogprob):
 
 
 class ChatLogprobs(Reply):
-    """Log-probabilities of raw logits, one entry a token."""
+    """Log-probabilities of raw logits, one entry per token."""
 
     content: list[ChatTokenLogprob]
     refusal: None
@@ -219,7 +219,7 @@ class ModelCard(Reply):
     max_model_len: int
     """Tokens that a request may have, prompt and output: the model's context, or what the cache holds of it."""
     capabilities: list[str]
-    """What the model is served for: "completions", and "chat" if it has a chat template."""
+    """The endpoints that the model supports: "completions", and "chat" if it has a chat template."""
 
 
 class ModelList(Reply):

@@ -113,14 +113,14 @@ class ResponseFormat(BaseModel):
     def _has_its_schema(self) -> Self:
         if (self.type == "json_schema") != (self.json_schema is not None):
             raise RequestError(
-                "response_format.json_schema and the type 'json_schema' belong together; send both or neither",
+                "response_format.json_schema and the type 'json_schema' must be sent together; send both or neither",
                 param="response_format",
             )
         return self
 
     @property
     def structured_outputs(self) -> StructuredOutputs | None:
-        """What the text must match, if anything."""
+        """The grammar that the text must match, if any."""
         if self.json_schema is not None and self.json_schema.schema_ is not None:
             return StructuredOutputs(json=self.json_schema.schema_)
         return None if self.type == "text" else StructuredOutputs(json_object=True)
@@ -203,17 +203,14 @@ class Body(SamplingFields, SchedulingFields):
     @model_validator(mode="after")
     def _stream_options_need_stream(self) -> Self:
         if self.stream_options and not self.stream:
-            raise RequestError(
-                "stream_options belong to stream=true; set it, or leave them out", param="stream_options"
-            )
+            raise RequestError("stream_options needs stream=true; set it, or remove them", param="stream_options")
         return self
 
     @model_validator(mode="after")
     def _prompt_logprobs_are_not_streamed(self) -> Self:
         if self.prompt_logprobs is not None and self.stream:
             raise RequestError(
-                "prompt_logprobs are not part of a stream; leave stream out, or use echo and logprobs of "
-                "/v1/completions",
+                "prompt_logprobs cannot be streamed; remove stream, or use echo and logprobs of /v1/completions",
                 param="prompt_logprobs",
             )
         return self
@@ -222,7 +219,7 @@ class Body(SamplingFields, SchedulingFields):
     def _best_of_is_n(self) -> Self:
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise RequestError(
-                f"best_of is {self.best_of} and n is {self.n or 1}: all choices are returned; leave best_of out",
+                f"best_of is {self.best_of} and n is {self.n or 1}: all choices are returned; remove best_of",
                 param="best_of",
             )
         return self
@@ -262,7 +259,9 @@ class Body(SamplingFields, SchedulingFields):
         return {}
 
     def _structured_outputs(self) -> StructuredOutputs | None:
-        """What the text must match, from the one field that says it: OpenAI's, vLLM's, or vLLM's older ones."""
+        """The grammar that the text must match, from the one field that sets it: OpenAI's, vLLM's, or vLLM's older
+        ones.
+        """
         found: dict[str, StructuredOutputs] = {}
         if self.response_format is not None and (wanted := self.response_format.structured_outputs):
             found["response_format"] = wanted
@@ -272,7 +271,7 @@ class Body(SamplingFields, SchedulingFields):
             if (value := getattr(self, name := f"guided_{kind}")) is not None:
                 found[name] = StructuredOutputs(**{kind: value})
         if len(found) > 1:
-            raise RequestError(f"{' and '.join(found)} exclude one another; send one", param=[*found][1])
+            raise RequestError(f"{' and '.join(found)} are mutually exclusive; send one", param=[*found][1])
         return next(iter(found.values()), None)
 
     @property
@@ -325,7 +324,7 @@ class CompletionBody(Body):
     def _beams_give_one_choice(self) -> Self:
         if self.beams is not None and self.beams > 1 and (self.n or 1) > 1:
             raise RequestError(
-                "n and beams exclude one another: a beam search has one best text; leave n out", param="n"
+                "n and beams are mutually exclusive: beam search returns one best text; remove n", param="n"
             )
         return self
 

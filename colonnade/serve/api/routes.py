@@ -205,7 +205,7 @@ def build_app(
         batches = _with_metrics(model.engine.run_batches(generation), timer, record)
         usage = Usage(generation.n)
         if body.stream:
-            # The first output decides between a stream and an error with a status of its own.
+            # The first output decides between a stream and an error with its own status.
             first = await unless_disconnected(request, anext(batches))
             options = {"include_usage": body.include_usage, "continuous": body.continuous_usage}
             return EventStream(events(first, batches, builder, usage, **options))

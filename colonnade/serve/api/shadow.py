@@ -81,14 +81,16 @@ class Shadow:
 
     def __init__(self, config: ServeConfig):
         if config.shadow is None or config.shadow_log is None:
-            raise ConfigError("--serve.shadow and --serve.shadow_log belong together; set both, or none")
+            raise ConfigError("--serve.shadow and --serve.shadow_log must be used together; set both or neither")
         self.url, self.share, self._key = config.shadow.rstrip("/"), config.shadow_share, config.upstream_key
         self.log = Path(config.shadow_log)
         try:
             with self.log.open("a"):
                 pass
         except OSError as error:
-            raise ConfigError(f"--serve.shadow_log {self.log}: {error.strerror}; give a file to append to") from None
+            raise ConfigError(
+                f"--serve.shadow_log {self.log}: {error.strerror}; use a file that can be appended to"
+            ) from None
         self.count: Callable[[str], object] = lambda _result: None
         """Called with "compared", "unanswered" or "dropped" for each request."""
         self._waiting: asyncio.Queue[_Answered] = asyncio.Queue(MAX_QUEUED)
