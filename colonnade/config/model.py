@@ -59,7 +59,7 @@ class ModelConfig(Config):
     relative_positions: RelativePositions | None = None
     """Biases of the attention scores by distance, one table for the layers of each stack (T5); None: no biases."""
     score_scale: float | None = Field(default=None, gt=0, le=1e6)
-    """Factor of attention scores; None: head_width^-½. T5 has 1."""
+    """Factor of attention scores; None: head_width^-½. T5 uses 1."""
     rope_theta: float = Field(default=10000.0, gt=0)
     """Base of the rotary wavelengths."""
     rope_scaling: RopeScaling | None = None
@@ -92,9 +92,9 @@ class ModelConfig(Config):
     scale_embedding: bool = False
     """Multiply the embeddings of tokens by width^½ (NLLB)."""
     scale_decoder_outputs: bool = False
-    """Multiply the last hidden state by width^-½ before the output projection (T5 1.0, whose embedding is tied)."""
+    """Multiply the last hidden state by width^-½ before the output projection (T5 1.0, which has a tied embedding)."""
     encoder: EncoderConfig | None = None
-    """The encoder of an encoder–decoder model, to whose output each decoder block attends; None: no encoder."""
+    """The encoder of an encoder–decoder model; each decoder block attends to its output. None: no encoder."""
     tied: bool = False
     """The output projection shares its weights with the embedding."""
     window: int | None = Field(default=None, gt=0, le=MAX_DIM)
@@ -104,13 +104,13 @@ class ModelConfig(Config):
     causal: bool = True
     """False: bidirectional attention (BERT, and decoders converted to encoders for embeddings)."""
     segments: int = Field(default=0, ge=0, le=MAX_DIM)
-    """Rows of the table of segment embeddings (BERT: 2, for pairs of texts); 0: no table."""
+    """Rows of the segment embedding table (BERT: 2, for pairs of texts); 0: no table."""
     embed_norm: bool = False
     """Normalise the sum of the embeddings (the original BERT)."""
     task_head: TaskHead = "unembed"
     """Output layers after the last block. unembed: logits over the vocabulary. The others need causal = false. masked:
-    BERT's masked-language-model head. pretraining: masked, with a pooler and a sentence-order classifier. encoder: a
-    pooler alone. classes: a pooler and a classifier. spans: first and last token of an answer (question answering)."""
+    BERT's masked-language-model head. pretraining: masked, with a pooler and a sentence-order classifier. encoder: only
+    a pooler. classes: a pooler and a classifier. spans: first and last token of an answer (question answering)."""
     classes: int = Field(default=0, ge=0, le=MAX_DIM)
     """Number of classes (task_head = classes)."""
     moe: MoeConfig | None = None
@@ -123,7 +123,7 @@ class ModelConfig(Config):
     @model_validator(mode="before")
     @classmethod
     def _fill_defaults(cls, values: object) -> object:
-        """Replace the zeros of kv_heads and head_width by their values."""
+        """Replace zero kv_heads and head_width with their values."""
         if isinstance(values, dict):
             values = dict(cast(dict[str, Any], values))
             heads, width = values.get("heads"), values.get("width")
@@ -319,7 +319,7 @@ class ModelConfig(Config):
 
     @property
     def expert_parameters(self) -> int:
-        """Parameters of the routed experts, shared experts left out."""
+        """Parameters of the routed experts, without shared experts."""
         if self.moe is None:
             return 0
         return self.expert_layers * self.moe.stored_experts * ffn_parameters(self, self.moe.ffn_width)
@@ -334,7 +334,7 @@ class ModelConfig(Config):
 
     @property
     def size(self) -> str:
-        """The number of parameters for people to read; of a mixture of experts, also the active ones."""
+        """The number of parameters in readable form; for a mixture of experts, also the active ones."""
         size = f"{self.parameters / 1e6:.2f} M parameters"
         return size if self.moe is None else f"{size}, {self.active_parameters / 1e6:.2f} M of them active"
 

@@ -77,8 +77,8 @@ class MoeConfig(Config):
     active: int = Field(default=2, ge=1, le=MAX_EXPERTS)
     """A: experts per token (top-k)."""
     merged: int = Field(default=0, ge=0, le=MAX_EXPERTS)
-    """Experts that are stored in each layer if they were merged (colonnade compress --merge): the router chooses among
-    E, and each of its choices is mapped to one of these; 0: not merged."""
+    """Experts stored in each layer if they were merged (colonnade compress --merge): the router chooses among E, and
+    each of its choices is mapped to one of these; 0: not merged."""
     ffn_width: int = Field(gt=0, le=MAX_DIM)
     """F: hidden width of one expert."""
     shared_width: int = Field(default=0, ge=0, le=MAX_DIM)
@@ -108,13 +108,13 @@ class MoeConfig(Config):
     dropped_token_output: Literal["zero", "residual"] = "zero"
     """Output for a dropped token. zero: nothing. residual: its own input, at the weight of the expert."""
     output_mask: float = Field(default=0.0, ge=0, lt=1)
-    """In training each of a token's chosen experts is left out at this rate, and the others are not rescaled; otherwise
+    """In training each of a token's chosen experts is dropped at this rate, and the others are not rescaled; otherwise
     all are used at 1 − this (expert output masking: NLLB, arXiv 2207.04672, section 6.2)."""
     balance: Balance = "switch"
-    """The load-balancing loss. gshard: E/T²·Σ_e(Σ_t p_te)(Σ_t [top1 = e]). switch: E·Σ_e f_e·P_e, f the
-    shares of all choices, which sum to 1 (Switch, Megatron). choices: the same with shares that sum to A (as Hugging
-    Face has it). sequence: switch for each sequence separately, f by the A highest scores without bias or groups
-    (DeepSeek-V3). importance: squared coefficients of variation of Σ_t p and of the expected load (Shazeer 2017)."""
+    """The load-balancing loss. gshard: E/T²·Σ_e(Σ_t p_te)(Σ_t [top1 = e]). switch: E·Σ_e f_e·P_e, f the shares of all
+    choices, which sum to 1 (Switch, Megatron). choices: the same with shares that sum to A (as in Hugging Face).
+    sequence: switch for each sequence separately, f by the A highest scores without bias or groups (DeepSeek-V3).
+    importance: squared coefficients of variation of Σ_t p and of the expected load (Shazeer 2017)."""
     balance_over: Literal["layer", "model"] = "layer"
     """layer: the sum of the layers' losses (Switch, GShard, Megatron). model: one loss whose f and P are means over the
     tokens of all layers with experts, as in Hugging Face; for switch and choices."""

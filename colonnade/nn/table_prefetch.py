@@ -33,9 +33,9 @@ def prefetched(
 ) -> Iterator[tuple[Batch, Tensor]]:
     """(batch, x_ND) for each of ``batches``; call ``table.step`` once before the next one.
 
-    ``ids_of`` gives a batch's ids. Every rank has as many batches. An exception of the iterator, of ``ids_of`` or of a
-    read is raised when it is the batch's turn, after the batches before it, with the batch's number as a note. Raises
-    :class:`ConfigError` unless ``table.step`` is called once a batch.
+    ``ids_of`` gives a batch's ids. Every rank has the same number of batches. An exception from the iterator,
+    ``ids_of`` or a read is raised when the batch is due, after the batches before it, with the batch's number as a
+    note. Raises :class:`ConfigError` unless ``table.step`` is called once per batch.
     """
     source = iter(batches)
     with ThreadPoolExecutor(1, thread_name_prefix="table-loader") as loader, table.background() as rows:

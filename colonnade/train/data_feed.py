@@ -81,7 +81,7 @@ MakeFeed = Callable[[RunConfig, int, int], DataFeed]
 
 @dataclass(frozen=True)
 class VaryingFeed:
-    """A :data:`MakeFeed` whose micro-batches differ in shape, so that blocks are not compiled by default."""
+    """A :data:`MakeFeed` with micro-batches of different shapes, so that blocks are not compiled by default."""
 
     make: MakeFeed
 
@@ -101,7 +101,7 @@ def check_data_unchanged(feed: DataFeed, data: DataConfig, old: Mapping[str, Any
     """How the samples differ from those of the data cursor ``old`` of ``checkpoint``.
 
     Raises :class:`DataError` or :class:`ConfigError` for a difference that would repeat or skip samples, unless
-    data.restart allows to start the data anew.
+    data.restart allows restarting the data.
     """
     remedy, flags = "restart the data with --data.restart, or use another run name", "--data."
     if "method" in feed.identity:  # of the verb finetune

@@ -100,8 +100,8 @@ def _from_teacher_layers(model: Transformer, run: RunConfig, context: Distribute
 def load_quantised_base(
     run: RunConfig, context: DistributedContext, dtype: torch.dtype, spans: Sequence[range]
 ) -> Transformer:
-    """A model whose frozen matrices are those of ``train.pretrained_checkpoint``, quantised while they are read; no
-    new adapters yet.
+    """A model with the frozen matrices of ``train.pretrained_checkpoint``, quantised while they are read; no new
+    adapters yet.
 
     Raises :class:`ConfigError` for a layout in which they cannot be quantised.
     """
@@ -134,7 +134,7 @@ def _has_new_head(start: ModelConfig, ours: ModelConfig) -> bool:
 def freeze(model: Transformer, patterns: Sequence[str]) -> None:
     """Exclude the parameters that match ``train.freeze`` from training; raises as :func:`frozen_names`.
 
-    Of a model with adapters, only these are trained.
+    In a model with adapters, only these are trained.
     """
     adapters = model.config.lora is not None
     if not patterns and not adapters:
@@ -150,7 +150,7 @@ def freeze(model: Transformer, patterns: Sequence[str]) -> None:
 def frozen_names(config: ModelConfig, patterns: Sequence[str]) -> set[str]:
     """The parameters and buffers of the whole model that match ``patterns``.
 
-    Raises :class:`ConfigError` for a pattern without a match, with the nearest names, and if nothing is left to train.
+    Raises :class:`ConfigError` for a pattern without a match, with the closest names, and if nothing is left to train.
     """
     whole = Transformer(config, device="meta")
     layout, parameters = layout_of(whole), [name for name, _ in whole.named_parameters()]
@@ -250,7 +250,8 @@ def check_same_tokenizer(opened: OpenedModel, model: str, setting: str, corpus: 
 def check_same_encoding(
     opened: OpenedModel, model: str, setting: str, tokenizer: Tokenizer, tokens: list[int], data: str, remedy: str
 ) -> None:
-    """Raise :class:`ConfigError` if ``model``'s tokenizer encodes the text of ``tokens``, by ``tokenizer``, otherwise.
+    """Raise :class:`ConfigError` if ``model``'s tokenizer encodes the text of ``tokens``, by ``tokenizer``,
+    differently.
 
     ``data`` has these tokens.
     """

@@ -85,8 +85,8 @@ class Trainer:
         processes import both, so neither may be a lambda.
 
         ``data`` replaces ``run.data.path``: an iterable of token lists, or a map-style or iterable PyTorch dataset. It
-        is read once and stored as a corpus in ``runs/NAME/tokens``; The same applies to ``validation``. Checkpoints
-        include ``tokenizer``. From data without a length, only as many tokens are read as the run's steps need.
+        is read once and stored as a corpus in ``runs/NAME/tokens``, as is ``validation``. Checkpoints include
+        ``tokenizer``. From data without a length, only as many tokens are read as the run's steps need.
 
         Raises :class:`~colonnade.errors.ColonnadeError` for an invalid plan, device or data set, and for a tracker
         whose package is not installed.
@@ -146,8 +146,8 @@ def _with_tokens(
 def train(run: RunConfig, trackers: Sequence[OpenTracker] = (), feed: MakeFeed = CorpusFeed) -> Summary:
     """Train on one rank, inside a process group.
 
-    Raises :class:`Interrupted` after a signal, once everything is saved, and :class:`PlanError` where ranks were
-    started with different settings.
+    Raises :class:`Interrupted` after a signal, once everything is saved, and :class:`PlanError` if ranks were started
+    with different settings.
     """
     t = run.train
     timeout = timedelta(seconds=t.timeout_s * COLLECTIVE_TIMEOUT_FACTOR)

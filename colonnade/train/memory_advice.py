@@ -63,7 +63,7 @@ class Remedy:
 def check_memory(run: RunConfig, device: str) -> None:
     """Raise :class:`CapacityError` for a run that cannot fit, before its processes start.
 
-    Of GPUs only the size is checked: reading the free memory would itself allocate some on them.
+    For GPUs only the size is checked: reading the free memory would itself allocate some on them.
     """
     starts = run.plan.world > 1 or run.train.restarts > 0
     machine = Machine(device, free_host_bytes(), ranks=local_ranks(run.plan), program=PROGRAM_BYTES if starts else 0)

@@ -188,7 +188,7 @@ class MoeAutotuner:
         """By block number."""
 
     def update(self, layers: Sequence[int], loads: Sequence[Sequence[int]], micro_batches: int) -> list[str]:
-        """Choose anew by a step's ``loads`` over all ranks and ``micro_batches``; a line of text for each change."""
+        """Choose again from a step's ``loads`` over all ranks and ``micro_batches``; a line of text for each change."""
         grid, changes = self.model.axes.experts, []
         modules = dict(_moe_layers(self.model))
         for number, load in zip(layers, loads, strict=True):

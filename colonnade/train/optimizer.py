@@ -11,8 +11,8 @@ scale and shift, and the next matrix would have to undo their decay.
 :class:`AdamW` needs separate passes for the clip and for the compute-type copies of the weights: 52 bytes of memory
 traffic per weight in bfloat16. :class:`FusedAdamW` clips, updates moments and masters and writes the copies in a single
 pass: 28 bytes (:mod:`colonnade.kernels.adamw` has the count). State, schedule and checkpoint are the same. With one
-micro-batch a step it reads the gradients in the compute type, as autograd made them: nothing is accumulated, so float32
-would hold the same values.
+micro-batch per step it reads the gradients in the compute type, as autograd made them: nothing is accumulated, so
+float32 would hold the same values.
 
 Everything that decides about a step (skip, scale, clip) is a tensor on the device, so nothing synchronises.
 

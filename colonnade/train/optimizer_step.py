@@ -37,7 +37,7 @@ class OptimizerStepResult(NamedTuple):
     lr: float | Tensor
     """On the device where steps may be skipped."""
     skip: Tensor
-    """float32: 1 where the update was skipped, else 0."""
+    """float32: 1 if the update was skipped, otherwise 0."""
 
 
 class OptimizerStep:

@@ -38,7 +38,7 @@ def peak_bytes(device: torch.device) -> int:
 
 
 def reset_peak(device: torch.device) -> None:
-    """Start measuring :func:`peak_bytes` anew, on a GPU."""
+    """Restart the measurement of :func:`peak_bytes`, on a GPU."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
 

@@ -18,9 +18,9 @@ class RolloutFeed(Protocol):
         ...
 
     def messages(self) -> list[str]:
-        """Lines for the user about the newest samples, such as why some are left out."""
+        """Lines for the user about the newest samples, such as why some are skipped."""
         ...
 
     def close(self) -> None:
-        """Free what belongs to the run."""
+        """Free the run's resources."""
         ...

@@ -1,6 +1,6 @@
-"""A folder with a teacher's answers, the most likely tokens of each sample, so that it runs once for each.
+"""A folder with a teacher's outputs, the most likely tokens of each sample, so that it runs once per sample.
 
-    cache.json      what the answers belong to: teacher, temperature, sizes
+    cache.json      the source of the outputs: teacher, temperature, sizes
     part-….bin      records of one process, appended: key, checksum, ids (S, k) int32, log-probabilities (S, k) float32
 
 For a classifier S is 1 and k the number of classes. A record's key is a digest of the sample's tokens: any run over the
@@ -31,7 +31,9 @@ class TeacherCache:
     """The records of a folder."""
 
     def __init__(self, folder: Path, identity: Mapping[str, Any], sequence: int, k: int):
-        """Opens or makes ``folder``; raises :class:`ConfigError` if it belongs to something else than ``identity``."""
+        """Opens or creates ``folder``; raises :class:`ConfigError` if it belongs to anything other than
+        ``identity``.
+        """
         self.folder, self.sequence, self.k = folder, sequence, k
         self._record = np.dtype([("key", f"V{KEY_BYTES}"), ("crc", "<u4"), ("body", "<i4", (2, sequence, k))])
         meta = {**identity, "sequence": sequence, "tokens": k}

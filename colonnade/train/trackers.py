@@ -22,7 +22,7 @@ from colonnade.errors import ConfigError
 
 METRICS = "metrics.jsonl"
 ROUTING = "routing.jsonl"
-"""For a mixture of experts: each layer's load by expert, a line for each line of metrics."""
+"""For a mixture of experts: each layer's load by expert, one line for each line of metrics."""
 WANDB, MLFLOW = "wandb-id", "mlflow-id"
 """Files in the run's folder with its run id at the service."""
 
@@ -44,7 +44,7 @@ OpenTracker = Callable[[Path, int], Tracker]
 
 
 class JsonLines:
-    """One JSON object a line, in ``metrics.jsonl`` or another file."""
+    """One JSON object per line, in ``metrics.jsonl`` or another file."""
 
     def __init__(self, folder: Path, resumed_step: int, file: str = METRICS):
         self.path = folder / file

@@ -250,7 +250,7 @@ def evaluate(
 ) -> Tensor:
     """The mean loss over all data ranks' ``batches``, without label smoothing.
 
-    Experts are routed by ``moe`` if given, else by the model's own settings.
+    Experts are routed by ``moe`` if given, otherwise by the model's own settings.
     """
     batches = list(batches)
     count = count_targets(batches, model.axes.dp)
@@ -270,7 +270,7 @@ def forward(model: Transformer, batch: Batch, step: StepContext = VALIDATION) ->
 
 
 def count_targets(batches: Iterable[Batch], dp: Axis) -> Tensor:
-    """The valid targets of this step over all data ranks, or what else its loss is divided by; at least 1, so that an
+    """The valid targets of this step over all data ranks, or another divisor of its loss; at least 1, so that an
     empty step has loss 0.
     """
 

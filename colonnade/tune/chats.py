@@ -6,8 +6,8 @@ A row of a JSON Lines file has one of these forms:
     {"prompt": …, "completion": …}                                  the completion counts
     {"prompt": …, "chosen": …, "rejected": …}                       a preference; without a prompt, two conversations
 
-``prompt``, ``completion``, ``chosen`` and ``rejected`` are texts or lists of messages. A message with ``"train":
-false`` does not count. Texts are encoded without a chat template, and the end token that follows a completion counts.
+``prompt``, ``completion``, ``chosen`` and ``rejected`` are strings or lists of messages. A message with ``"train":
+false`` does not count. Strings are encoded without a chat template, and the end token that follows a completion counts.
 
 In a conversation the tokens that count are those within ``{% generation %}`` where the template has it. Otherwise they
 are the tokens that the prompt of messages 0..i adds to that of messages 0..i − 1 with the generation prompt. If the
@@ -51,7 +51,7 @@ ROWS_BETWEEN_REPORTS = 100
 
 
 def read_rows(path: str | Path, report: Report = lambda _line: None) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(where, row) of each line of a JSON Lines file that is not empty; reports the number of lines now and then.
+    """(where, row) of each line of a JSON Lines file that is not empty; periodically reports the number of lines.
 
     Raises :class:`DataError` for a file that cannot be read and for a line that is not a JSON object.
     """
@@ -177,7 +177,7 @@ def _messages(value: object, key: str, where: str) -> list[Message]:
 
 
 def _for_template(message: Message) -> Message:
-    """A valid message as the server gives it to a chat template: text parts joined, arguments of calls as objects."""
+    """A valid message as the server passes it to a chat template: text parts joined, arguments of calls as objects."""
     content = message.get("content") or ""
     if isinstance(content, list):
         content = "".join(part["text"] for part in content)

@@ -1,7 +1,7 @@
-"""Reads the data of fine-tuning tasks in their published forms: GLUE's tables, RACE, SQuAD 1.1 and 2.0.
+"""Reads the data of fine-tuning tasks in their published formats: GLUE's tables, RACE, SQuAD 1.1 and 2.0.
 
 classify    JSON Lines {"text"} or {"first", "second"} with "label"; GLUE's TSV with its own column names (MNLI, QQP)
-choice      RACE: {"article", "questions", "options", "answers"} a file or a line
+choice      RACE: {"article", "questions", "options", "answers"} per file or line
 span        SQuAD: {"data": [{"paragraphs": [{"context", "qas": […]}]}]}
 """
 
@@ -18,7 +18,7 @@ PAIRS = (
     ("first", "second"), ("sentence1", "sentence2"), ("premise", "hypothesis"), ("question1", "question2"),
     ("question", "sentence"), ("text", None), ("sentence", None),
 )  # fmt: skip
-"""Names of the two texts, or of the text, in order of precedence."""
+"""Names of the one or two text fields, in order of precedence."""
 LABELS = ("gold_label", "label", "is_duplicate")
 
 
@@ -31,7 +31,7 @@ class Text(NamedTuple):
 
 
 class Question(NamedTuple):
-    """A question about a passage, with its answers to choose from."""
+    """A question about a passage, with its options."""
 
     passage: str
     question: str
@@ -40,7 +40,7 @@ class Question(NamedTuple):
 
 
 class SpanQuestion(NamedTuple):
-    """A question whose answers are spans of a passage; an empty list if it has no answer."""
+    """A question with answers that are spans of a passage; an empty list if it has none."""
 
     id: str
     passage: str
@@ -51,7 +51,7 @@ class SpanQuestion(NamedTuple):
 
 
 def read_texts(path: Path) -> list[Text]:
-    """The labelled texts of a JSON Lines or TSV file; rows without a gold label ("-" in MNLI) are left out."""
+    """The labelled texts of a JSON Lines or TSV file; rows without a gold label ("-" in MNLI) are skipped."""
     rows = _tsv(path) if path.suffix.lower() == ".tsv" else _jsonl(path)
     found: list[Text] = []
     for place, row in rows:

@@ -1,4 +1,4 @@
-"""Scores each expert's contribution on calibration texts, for pruning.
+"""Scores each expert's contribution on calibration text, for pruning.
 
 load     choices of the expert                                                                        (int64)
 gate     the mean router weight of its tokens
@@ -31,7 +31,7 @@ class ExpertScores:
 def score_experts(model: Transformer, texts: Iterable[Tensor]) -> ExpertScores:
     """The scores of ``model``'s experts on ``texts``, int64 tokens (T,) each.
 
-    Raises :class:`ConfigError` for a dense or quantised model, :class:`DataError` without texts.
+    Raises :class:`ConfigError` for a dense or quantised model, :class:`DataError` without text.
     """
     check_transformer(model)
     config, device = model.config, next(model.parameters()).device

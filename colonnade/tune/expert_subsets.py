@@ -41,7 +41,7 @@ def keep_by_output(
     """kept_LE: 1 for the ``keep`` experts of each layer that change its outputs least, for :func:`prune`.
 
     ``progress(done, of)`` counts layers. Raises :class:`ConfigError` for a model without experts, an impossible
-    ``keep`` and too many subsets, :class:`DataError` without texts.
+    ``keep`` and too many subsets, :class:`DataError` without text.
     """
     check_transformer(model)
     check_keep(model.config, keep)

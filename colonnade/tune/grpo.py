@@ -1,17 +1,17 @@
-"""Reward tuning (GRPO): answers sampled by an engine in the trainer, and a policy-gradient step over their tokens.
+"""Reward tuning (GRPO): completions sampled by an engine in the trainer, and a policy-gradient step over their tokens.
 
-    rollout    the engine gets the trainer's weights and answers each prompt ``group`` times
+    rollout    the engine gets the trainer's weights and completes each prompt ``group`` times
                (:mod:`colonnade.tune.rollout_engine`)
-    reward     worker processes score the answers (:mod:`colonnade.tune.rewards`)
+    reward     worker processes score the completions (:mod:`colonnade.tune.rewards`)
     advantage  A = R − mean of the group (:mod:`colonnade.tune.rollouts`)
-    reference  with ``kl``, the answers' log-probabilities under the model that the run starts from
+    reference  with ``kl``, the completions' log-probabilities under the model that the run starts from
     step       :mod:`colonnade.model.policy_loss`
 
-(Shao 2024, arXiv 2402.03300.) A group of equal rewards has no gradient: it is left out and counted. Answers are sampled
-from the whole distribution at ``temperature``, so that the engine's log-probabilities at this temperature are those of
-the sampling distribution, as in the trainer. Seeds are derived from the position of the prompt and the number of the
-answer: a resumed run samples the same answers as an uninterrupted one, and several data ranks sample, up to rounding,
-the same as one.
+(Shao 2024, arXiv 2402.03300.) A group of equal rewards has no gradient: it is skipped and counted. Completions are
+sampled from the whole distribution at ``temperature``, so that the engine's log-probabilities at this temperature are
+those of the sampling distribution, as in the trainer. Seeds are derived from the position of the prompt and the number
+of the completion: a resumed run samples the same completions as an uninterrupted one, and several data ranks sample, up
+to rounding, the same as one.
 """
 
 import hashlib
@@ -127,7 +127,7 @@ class RewardFeed:
     # -- one step ------------------------------------------------------------------------------------------------------
 
     def before_step(self, model: Transformer, seen: int) -> None:
-        """Sample and score the answers of the step after ``seen`` answers; all ranks call this together."""
+        """Sample and score the completions of the step after ``seen`` completions; all ranks call this together."""
         self._dp = model.axes.dp
         if self._tune.exact and not self.samples.exact:
             self.samples.exact = make_exact(model)
@@ -172,7 +172,7 @@ class RewardFeed:
         }
 
     def _sample(self, positions: range, rows: Sequence[PromptRow], engine: Engine) -> list[Any]:
-        """(tokens, log-probabilities, advantage, reward, reason of failure) of each answer to ``rows``."""
+        """(tokens, log-probabilities, advantage, reward, reason of failure) of each completion of ``rows``."""
         tune = self._tune
         numbers = [position * tune.group + answer for position in positions for answer in range(tune.group)]
         params = [
@@ -272,7 +272,7 @@ def check_reward_settings(run: RunConfig, tune: TuneConfig) -> None:
 
 
 def reward_feed(rows: Sequence[PromptRow], tune: TuneConfig, run: RunConfig) -> MakeFeed:
-    """The data feed of reward tuning; raises :class:`DataError` for prompts that leave no room for an answer."""
+    """The data feed of reward tuning; raises :class:`DataError` for prompts that leave no room for a completion."""
     check_reward_settings(run, tune)
     if not rows:
         raise DataError("there are no prompts; pass at least one")

@@ -5,7 +5,7 @@
 
 The router keeps its scores for all E experts, and a choice of an expert is mapped to its group. So experts that differ
 only in the order of their hidden units are merged without changing the function, for any router. Scores are compared by
-the cosine of their columns over some texts (section 3.1). Hidden units are matched by the inner product of their
+the cosine of their columns over some text (section 3.1). Hidden units are matched by the inner product of their
 weights, with an auction (Bertsekas, 1988) instead of the Hungarian method, so that it runs as tensor operations.
 """
 
@@ -23,8 +23,8 @@ from colonnade.model.weight_memory import WeightMemory
 from colonnade.tune.prune_experts import check_transformer, route
 
 AUCTION_STEP = 1e-2
-"""The least raise of a bid, relative to the largest inner product: a match is at most this much worse a unit. With a
-tenth of it, random matrices of 576 units match 0.1% better in five times the time."""
+"""The minimum raise of a bid, relative to the largest inner product: a match is at most this much worse per unit. With
+a tenth of it, random matrices of 576 units match 0.1% better in five times the time."""
 
 
 def check_merge(config: ModelConfig, merge: int) -> None:
@@ -46,7 +46,7 @@ def merge_experts(model: Transformer, texts: Iterable[Tensor], merge: int) -> Tr
     (T,).
 
     ``model`` is whole, on one process, and not quantised. Raises :class:`ConfigError` as :func:`check_merge`,
-    :class:`PlanError` for a sharded model, :class:`DataError` without texts.
+    :class:`PlanError` for a sharded model, :class:`DataError` without text.
     """
     check_transformer(model)
     check_merge(model.config, merge)

@@ -1,11 +1,11 @@
-"""On-policy distillation (GKD, arXiv 2306.13649): the student continues a share of the texts itself.
+"""On-policy distillation (GKD, arXiv 2306.13649): the student continues a share of the documents itself.
 
     text       the document in the middle of a sample: its tokens to the middle, then the continuation, sampled at
                temperature 1, to where the document or the sample ended
     loss       on the continuation only the divergence from the teacher; on all other tokens the run's usual mixture
 
 The position in the run's order determines which samples are continued, and with which seed: a resumed run trains on the
-same texts. An engine in the trainer gets the current weights before each step. Supports one process.
+same text. An engine in the trainer gets the current weights before each step. Supports one process.
 """
 
 from dataclasses import replace

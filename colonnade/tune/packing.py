@@ -2,7 +2,7 @@
 
 A sample is one row of the data: a conversation, or several that belong together (a preference's two). There is no
 padding, unless all micro-batches need the same shape (pipelines, torch.compile): then a micro-batch is filled up to
-``data.sequence`` tokens a conversation with sequences that have no targets.
+``data.sequence`` tokens per conversation with sequences that have no targets.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -30,7 +30,7 @@ from colonnade.tune.chats import Conversation, Conversations, Preference
 from colonnade.tune.packing import TuneFeed, pack_rows
 
 SCORING_REPORT_S = 10.0
-"""Least time between two lines about the scores of the reference model [s]."""
+"""Minimum time between two lines about the scores of the reference model [s]."""
 
 
 class PreferenceSamples:
@@ -45,7 +45,7 @@ class PreferenceSamples:
         """(pairs, 2) float64; None until the scores exist."""
 
     def pack(self, samples: np.ndarray, numbers: np.ndarray) -> Batch:
-        """The batch of these pairs; without reference scores its loss is that of log-probabilities alone."""
+        """The batch of these pairs; without reference scores its loss is that of the log-probabilities alone."""
         rows = [self._data.at(2 * int(i) + side) for i in samples for side in (0, 1)]
         batch = pack_rows(rows, self._sequence, per_sample=2, fixed_shape=self._fixed_shape)
         lengths = [len(tokens) for tokens, _ in rows]

@@ -1,6 +1,6 @@
-"""Expert pruning: measures the experts' load on a task's texts and removes the least used ones.
+"""Expert pruning: measures the experts' load on a task's text and removes the least used ones.
 
-    load_LE = choices by layer and expert over some texts            (:func:`measure`)
+    load_LE = choices by layer and expert over some text            (:func:`measure`)
     keep the n experts of the highest load in each layer             (:func:`prune`)
 
 The router's scores of the remaining experts do not change, and it selects the best of them. If a token's weights are
@@ -43,7 +43,7 @@ def route(model: Transformer, text: Tensor) -> Routing:
 def measure(model: Transformer, texts: Iterable[Tensor]) -> Tensor:
     """load_LE int64: the choices of each expert of each layer in ``texts``, int64 tokens (T,) each.
 
-    0 in layers without experts. Raises :class:`ConfigError` for a dense model, :class:`DataError` without texts.
+    0 in layers without experts. Raises :class:`ConfigError` for a dense model, :class:`DataError` without text.
     """
     check_transformer(model)
     config, device = model.config, next(model.parameters()).device

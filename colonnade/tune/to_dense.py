@@ -4,8 +4,8 @@
     up = [up_e …], gate = [gate_e …], down = [ḡ_e down_e …]                hidden width A · F_e
 
 Attention, embeddings and norms are the teacher's, and shared experts are appended as they are. A model of one expert
-computes the same; others need training, best by distillation from the mixture (:mod:`colonnade.train.distill`). Layers
-that are narrower than the widest are padded with hidden units of zero.
+computes the same; others need training, preferably by distillation from the mixture (:mod:`colonnade.train.distill`).
+Layers that are narrower than the widest are padded with hidden units of zero.
 """
 
 import torch

@@ -160,7 +160,7 @@ METHODS: dict[str, ReadData] = {"sft": _sft, "dpo": _dpo, "grpo": _grpo, "embed"
 
 
 def log_interval(method: str, steps: int) -> int:
-    """Steps between two lines of metrics: 1 in short runs and where answers are sampled, at most 10."""
+    """Steps between two lines of metrics: 1 in short runs and where completions are sampled, at most 10."""
     return 1 if method == "grpo" else min(10, max(1, steps // 20))
 
 
@@ -181,7 +181,7 @@ class Tuner:
         trackers: Sequence[OpenTracker] = (),
         methods: Mapping[str, ReadData] = METHODS,
     ):
-        """``held_out`` is a file of the same form for validation. ``set_steps`` replaces ``train.steps`` by
+        """``held_out`` is a file in the same format for validation. ``set_steps`` replaces ``train.steps`` with
         ``tune.epochs`` passes over the data, ``set_log_every`` ``train.log_every`` by :func:`log_interval`. ``report``
         receives lines about the rows that are read.
 

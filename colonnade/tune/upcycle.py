@@ -1,4 +1,4 @@
-"""Sparse upcycling: replaces each dense FFN by experts that are copies of it (Komatsuzaki 2022, arXiv 2212.05055).
+"""Sparse upcycling: replaces each dense FFN with experts that are copies of it (Komatsuzaki 2022, arXiv 2212.05055).
 
     down(act(gate(x)) ⊙ up(x))  =  Σ_j w_j · expert_{i_j}(x)        E equal experts, Σ_j w_j = 1
 
@@ -39,7 +39,7 @@ def check_expert_counts(experts: int, active: int) -> None:
 def upcycled_config(config: ModelConfig, experts: int, active: int = 2, **moe: object) -> ModelConfig:
     """The config of the upcycled model; ``moe`` are further fields of MoeConfig (every, first, balance, …).
 
-    Raises :class:`ConfigError` for a model that has experts already, and for weights that would not sum to 1.
+    Raises :class:`ConfigError` for a model that already has experts, and for weights that would not sum to 1.
     """
     if config.moe is not None:
         raise ConfigError(f"this model already has {config.moe.experts} experts; upcycling needs a dense model")
@@ -55,7 +55,8 @@ def upcycled_config(config: ModelConfig, experts: int, active: int = 2, **moe: o
 
 @torch.no_grad()
 def upcycle(model: Transformer, experts: int, active: int = 2, *, seed: int = 0, **moe: object) -> Transformer:
-    """A new model in which every expert is a copy of ``model``'s FFN; until it is trained it computes the same.
+    """A new model in which every expert is a copy of ``model``'s FFN; until it is trained it computes the same
+    function.
 
     ``model`` is whole, on one process; the result, once saved, loads under any layout. Raises :class:`PlanError` for a
     sharded model, :class:`ConfigError` as :func:`upcycled_config`, :class:`CapacityError` if memory is too small for
