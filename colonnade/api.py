@@ -176,7 +176,7 @@ class Model:
     def stream(self, prompt: Any, **params: Any) -> Iterator[str] | Iterator[int]:
         """The continuation piece by piece: text for a text or a conversation's messages, ids for ids.
 
-        A bad request is refused at once; leaving the loop early cancels the rest.
+        A bad request is refused immediately; leaving the loop early cancels the rest.
         """
         ids = self._encode_chat(prompt) if is_conversation(prompt) else prompt
         outputs = self._serving_engine.stream(ids, _sampling_params(params))
@@ -185,7 +185,7 @@ class Model:
         return (output.token for output in outputs if output.token is not None)
 
     def chat(self, messages: str | Sequence[Message], **params: Any) -> str:
-        """The answer to a conversation, with the model's chat template; a text is a conversation of one message.
+        """The reply to a conversation, with the model's chat template; a string is a conversation of one message.
 
         Messages are ``{"role": "user", "content": "..."}``. Raises :class:`RequestError` for a model without a template
         and for messages that the template refuses.
@@ -272,9 +272,9 @@ def load(
     load into. ``experts`` changes what a mixture of experts does after training, such as the active experts per token
     or the capacity; :func:`save` writes the changed config. ``weights`` other than stored quantises the matrices while
     they are read (int4 with a scale for each ``weight_group`` inputs); dense dequantises those of a quantised
-    checkpoint, which stored keeps. A quantised model generates, scores, and is saved as it is. ``adapter``, a run with
-    adapters or a folder of PEFT, is merged into the model. ``packed``: whether int8 and int4 weights come from a file
-    in the user's cache (:mod:`~colonnade.checkpoint.packed_weights`), on a CPU and one rank.
+    checkpoint, which stored keeps. A quantised model generates, scores, and is saved in its quantised form.
+    ``adapter``, a run with adapters or a folder of PEFT, is merged into the model. ``packed``: whether int8 and int4
+    weights come from a file in the user's cache (:mod:`~colonnade.checkpoint.packed_weights`), on a CPU and one rank.
 
     Raises :class:`CheckpointError` for anything missing, damaged or unknown, :class:`PlanError` for a layout that the
     model or the number of processes does not allow, and :class:`ConfigError` for impossible ``experts`` settings and,

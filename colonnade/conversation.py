@@ -36,7 +36,7 @@ def converse(
     answer: Callable[[Messages], Messages],
     console: Console,
 ) -> None:
-    """Read lines until /quit or the end of the input; ``answer`` prints the answer to messages and appends it."""
+    """Read lines until /quit or the end of the input; ``answer`` prints the reply to messages and appends it."""
     opening: Messages = [{"role": "system", "content": system}] if system else []
     messages = list(opening)
     console.print("[dim]/help lists the commands; Ctrl-D ends, Ctrl-C  stops a reply[/dim]")
@@ -58,10 +58,10 @@ def converse(
 def drop_turns(
     messages: Sequence[Mapping[str, str]], tokenizer: Tokenizer, max_request_tokens: int, answer_tokens: int | None
 ) -> Messages:
-    """The conversation without its oldest turns, so that prompt and answer have at most ``max_request_tokens``.
+    """The conversation without its oldest turns, so that prompt and reply have at most ``max_request_tokens``.
 
-    A question leaves together with its answer; a system message and the last question stay. Without a limit the answer
-    gets an eighth of the tokens.
+    A question is dropped together with its reply; a system message and the last question are kept. Without a limit the
+    reply gets an eighth of the tokens.
     """
     opening = [message for message in messages[:1] if message["role"] == "system"]
     turns, room = list(messages[len(opening) :]), max_request_tokens - (answer_tokens or max_request_tokens // 8)

@@ -313,7 +313,7 @@ def set_openmp(environ: MutableMapping[str, str], threads: int, *, owned: bool) 
 
     By default waiting threads spin for milliseconds: on a core that others use too, they hold up the very thread for
     which they wait. With two other busy processes on two cores, 8 tokens of SmolLM2 took 7.9 s instead of 0.3 s, and a
-    training step of small layers 1.3 s instead of 0.1 s. ``owned`` threads spin briefly, others sleep at once.
+    training step of small layers 1.3 s instead of 0.1 s. ``owned`` threads spin briefly, others sleep immediately.
     """
     given = environ.get("OMP_NUM_THREADS", "").partition(",")[0]
     if not (given.isdecimal() and 0 < int(given) <= threads):

@@ -59,8 +59,8 @@ def load_reward(name: str) -> RewardFunction:
 def _verifier(task: str) -> RewardFunction:
     """The verifier of a task of reasoning-gym (Stojanovski 2025, arXiv 2505.24760).
 
-    A row has the entry's ``answer`` and ``metadata``; its question is the prompt. If an answer has <answer> tags, the
-    last one's content is verified.
+    A row has the entry's ``answer`` and ``metadata``; its question is the prompt. If a completion has <answer> tags,
+    the last one's content is verified.
     """
     try:
         factory = importlib.import_module("reasoning_gym.factory")
@@ -83,7 +83,7 @@ def _verifier(task: str) -> RewardFunction:
 
 
 def _number(value: object) -> object:
-    """A number of another library, such as numpy's, as a float; anything else as it is."""
+    """A number of another library, such as numpy's, as a float; anything else unchanged."""
     if isinstance(value, int | float) or not isinstance(value, SupportsFloat):
         return value
     return float(value)
@@ -96,7 +96,7 @@ def main() -> None:
 
 
 def work(pipe: Connection, name: str, parent: int) -> None:
-    """Answer calls until the process ``parent`` ends or closes the pipe."""
+    """Serve calls until the process ``parent`` ends or closes the pipe."""
     sys.path.insert(0, "")
     function = load_reward(name)
     pipe.send_bytes(b'{"reward": 0}')

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 WRITE_TIMEOUT = datetime.timedelta(hours=12)
-"""How long a rank that has written waits for a slower one. The death of a rank is noticed at once in any case."""
+"""How long a rank that has written waits for a slower one. The death of a rank is always noticed immediately."""
 
 
 class AsyncSave:

@@ -89,7 +89,7 @@ TABLE: MappingTable = {
 
 
 class CT2File:
-    """A folder with CTranslate2's Whisper: reads :attr:`config` and the tensors' places at once.
+    """A folder with CTranslate2's Whisper: reads :attr:`config` and the tensors' offsets immediately.
 
     Raises :class:`CheckpointError` for a file that is damaged, truncated, quantised or belongs to another model.
     """

@@ -48,7 +48,7 @@ class FileLock:
     def acquire(self) -> None:
         """Acquires the lock; raises :class:`CheckpointError`, naming the owner, when another process has it.
 
-        It raises as soon as the owner is known to be alive: at once on this machine, after its next heartbeat on
+        It raises as soon as the owner is known to be alive: immediately on this machine, after its next heartbeat on
         another. It waits only for an earlier attempt of the same job, for at most ``stale_s``.
         """
         owner = {

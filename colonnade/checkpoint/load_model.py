@@ -177,7 +177,7 @@ def recogniser_at(path: str | Path) -> Path | None:
 def locate(path: str | Path, *, weights: bool = True) -> Path:
     """Resolves ``path`` to a folder or file: itself, a run's newest checkpoint, a package's file, or a download.
 
-    A download can leave out the ``weights``. Raises :class:`CheckpointError` when nothing of that name exists.
+    A download can omit the ``weights``. Raises :class:`CheckpointError` when nothing of that name exists.
     """
     location = Path(path)
     if str(path) in PACKAGES and not location.exists():

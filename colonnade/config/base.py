@@ -106,7 +106,7 @@ class Config(DerivingModel):
     def replace(self, **changes: Any) -> Self:
         """A validated copy with these fields replaced and dependent fields derived (:mod:`colonnade.config.derive`).
 
-        A section that is passed whole (``moe=...``) is used as it is.
+        A section that is passed whole (``moe=...``) is used unchanged.
         """
         values: dict[str, Any] = dict(iter(self)) | changes  # dict(self) would call a field named keys
         sections: dict[str, dict[str, object]] = {}

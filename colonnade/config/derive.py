@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 AnyModel = TypeVar("AnyModel", bound=BaseModel)
 
 UNCHANGED = object()
-"""Returned by a rule to leave its field as it is."""
+"""Returned by a rule to leave its field unchanged."""
 WIDTH_MULTIPLE = 16
 """A width that is a multiple of this stays one: tensor cores and float8 need it."""
 MAX_SOURCE = 1 << 32

@@ -27,7 +27,7 @@ class Recipe(Config):
     drop_titles: str = ""
     """A text file with one title per line; documents with these titles are removed."""
     drop_sources: tuple[str, ...] = ()
-    """Patterns of source names (``books*``): these sources are left out."""
+    """Patterns of source names (``books*``): these sources are excluded."""
     prefer: tuple[str, ...] = ()
     """Patterns of source names, best first: of two copies the one from the earlier pattern stays."""
     exact: bool = True

@@ -103,7 +103,7 @@ def build(
     """Write the corpus of ``sources`` to the folder ``out``, atomically, and return its manifest.
 
     - ``sources``: text, JSONL and Parquet files, folders of them, or (name, text) pairs.
-    - ``tokenizer``: used as it is. Without one a byte-level BPE (BERT's WordPiece with ``wordpiece``) of at most
+    - ``tokenizer``: used unchanged. Without one a byte-level BPE (BERT's WordPiece with ``wordpiece``) of at most
       ``vocab_size`` tokens (default 8192) is trained on about ``vocabulary_bytes`` of the training documents.
     - ``field``: the JSONL field or Parquet column with the text.
     - ``separator``: the text between two documents of a text file; None: each file is one document.

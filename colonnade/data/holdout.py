@@ -8,7 +8,7 @@ with the lowest hash is held out, or all but the one with the highest.
 
 In a corpus of a single document, ``share`` of its characters is held out, in spans spread evenly over it, because its
 end may differ from the rest (an index, a licence, an epilogue). Spans begin and end at the nearest paragraph boundary
-before, else at a sentence boundary, else at a word boundary. If a document is too short for two spans of
+before, otherwise at a sentence boundary, otherwise at a word boundary. If a document is too short for two spans of
 :data:`MIN_SPAN_CHARACTERS`, its end is held out.
 """
 
@@ -76,7 +76,9 @@ class Holdout(NamedTuple):
 
 
 def _boundary_before(text: str, at: int, near: int) -> int:
-    """The last end of a paragraph, else of a sentence, else of a word, at most ``near`` characters before ``at``."""
+    """The last end of a paragraph, otherwise of a sentence, otherwise of a word, at most ``near`` characters before
+    ``at``.
+    """
     begin = max(at - near, 0)
     for pattern in _BOUNDARIES:
         if boundaries := list(pattern.finditer(text, begin, at)):

@@ -65,7 +65,7 @@ class TaskResult:
     stderr: dict[str, float] = field(default_factory=dict)
     examples: int = 0
     samples: tuple[dict[str, Any], ...] = ()
-    """A few examples with the model's answers."""
+    """A few examples with the model's outputs."""
 
 
 def own_tasks() -> list[str]:

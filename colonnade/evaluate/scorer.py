@@ -1,9 +1,9 @@
 """Log-likelihoods of continuations, many in one forward pass.
 
 Requests are packed without padding, longest first, up to a budget of tokens. Requests with the same context (the
-answers to one question) share its tokens: the context is run once, and each answer attends to it and to itself
-(:mod:`~colonnade.kernels.attention.shared_prefix`). Rank 0 plans the passes and sends them to the other ranks, which
-run :meth:`Scorer.follow`: each data rank, a replica of the model, gets every dp-th batch. The logits stay sharded
+continuations of one question) share its tokens: the context is run once, and each continuation attends to it and to
+itself (:mod:`~colonnade.kernels.attention.shared_prefix`). Rank 0 plans the passes and sends them to the other ranks,
+which run :meth:`Scorer.follow`: each data rank, a replica of the model, gets every dp-th batch. The logits stay sharded
 (:class:`~colonnade.model.TokenLogprobs`).
 """
 
@@ -59,7 +59,7 @@ class _Answer(NamedTuple):
 
 
 class _Group(NamedTuple):
-    """A sequence, the continuations that share it as their prefix, and the requests that they answer."""
+    """A sequence, the continuations that share it as their prefix, and the requests that they belong to."""
 
     prefix: Tokens
     continuations: list[Tokens]
@@ -217,7 +217,7 @@ class Scorer:
             continuations = [inputs for inputs in part if inputs]
             places: dict[Tokens, int | None] = dict(zip(continuations, range(len(continuations)), strict=True))
             prefix = context
-            if len(continuations) == 1:  # one sequence, in which a shorter answer is a row
+            if len(continuations) == 1:  # one sequence, in which a shorter continuation is a row
                 prefix, continuations, places = context + continuations[0], [], {}
             answers = [
                 _Answer(number, targets, len(context), places.get(inputs))

@@ -1,4 +1,4 @@
-"""The viewer's HTTP API, independent of a server: maps a request to an answer.
+"""The viewer's HTTP API, independent of a server: maps a request to a response.
 
 GET  /v1/look/model                                    the model, and which pages it has
 POST /v1/look/record   {"text": …}                     one forward pass; its name and the text's tokens
@@ -41,7 +41,7 @@ PREFIX = "/v1/look/"
 
 
 class Answer(NamedTuple):
-    """An HTTP answer."""
+    """An HTTP response."""
 
     status: int
     content_type: str
@@ -59,7 +59,7 @@ def error_answer(message: str, status: int) -> Answer:
 
 
 class LookApp:
-    """Answers for one model; ``record`` runs a forward pass over token ids and their pieces of text.
+    """Responses for one model; ``record`` runs a forward pass over token ids and their pieces of text.
 
     Not thread-safe.
     """
@@ -88,7 +88,7 @@ class LookApp:
         self._text = tokenizer.decode(list(tokenizer.encode(DEFAULT_TEXT))[:limit])
 
     def answer(self, method: str, path: str, query: str = "", body: bytes = b"") -> Answer:
-        """Answer a request for ``path`` below :data:`PREFIX`; errors are returned as answers."""
+        """Answer a request for ``path`` below :data:`PREFIX`; errors are returned as responses."""
         try:
             if (method, path) == ("GET", "model"):
                 return json_answer(self._model())

@@ -17,7 +17,7 @@ import numpy as np
 from colonnade.errors import RequestError
 
 MAX_TILE = 1 << 24
-"""Maximum number of elements of one answer."""
+"""Maximum number of elements of one response."""
 _SPAN = re.compile(r"(\d{1,9}):(\d{1,9})")
 
 

@@ -58,7 +58,7 @@ class StudentClasses:
 
 @dataclass(frozen=True)
 class StepClasses:
-    """The logits of all examples of a step, without gradients, and the teacher's answers for one micro-batch."""
+    """The logits of all examples of a step, without gradients, and the teacher's outputs for one micro-batch."""
 
     teacher: ClassAnswers
     teacher_NC: Tensor

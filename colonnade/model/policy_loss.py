@@ -24,7 +24,7 @@ from colonnade.model.preference_loss import logp_with_gradient
 
 @dataclass(frozen=True)
 class PolicySettings:
-    """Bounds of ρ, the weight of the divergence from the reference model, and the temperature of the answers."""
+    """Bounds of ρ, the weight of the divergence from the reference model, and the sampling temperature."""
 
     low: float = 0.2
     high: float = 0.28

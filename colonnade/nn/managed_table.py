@@ -185,7 +185,7 @@ class ManagedTable:
 
     @torch.no_grad()
     def step(self, lr: float) -> None:
-        """Update the rows that were used, and assign rows anew every so many steps."""
+        """Update the rows that were used, and reassign rows every so many steps."""
         if not 0 <= lr < math.inf:
             raise ConfigError(f"lr={lr} is not a valid learning rate; it must be at least 0")
         if len(self._used) > 1:

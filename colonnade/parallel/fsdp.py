@@ -116,7 +116,8 @@ class UnshardedMasters:
                 continue
             self.copies[name] = parameter
             if not single:
-                # Accumulating in float32 at once keeps the sum over micro-batches exact and frees the other gradient.
+                # Accumulating in float32 immediately keeps the sum over micro-batches exact and frees the other
+                # gradient.
                 parameter.register_post_accumulate_grad_hook(lambda p, master=master: _move_gradient(p, master))
         self.gradient_holders = self.local | self.copies if single else self.local
 

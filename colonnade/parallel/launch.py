@@ -87,7 +87,7 @@ def launch(
 
 
 def end_process(error: errors.ColonnadeError) -> NoReturn:
-    """Exit at once with ``error``, from any thread, where no exception would reach the main thread."""
+    """Exit immediately with ``error``, from any thread, where no exception would reach the main thread."""
     if reports := os.environ.get(REPORTS_VARIABLE):
         _report(error, reports)
     else:

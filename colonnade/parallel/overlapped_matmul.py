@@ -172,7 +172,7 @@ class CopyEngineTransfer:
             yield r
 
     def send_partial(self, r: int, part_tD: Tensor) -> None:
-        """Copy the part to rank ``r`` while the caller goes on."""
+        """Copy the part to rank ``r`` while the caller continues."""
         ranks = ring_order(self.axis)
         buffer = self._next_buffer(part_tD) if r == ranks[0] else self._buffer
         assert buffer is not None, f"parts are sent in the order {ranks}"
@@ -182,7 +182,7 @@ class CopyEngineTransfer:
         self._in_flight.append(part_tD)
 
     def receive_sum(self) -> Tensor:
-        """Sum the received parts while the caller goes on."""
+        """Sum the received parts while the caller continues."""
         assert self._buffer is not None, "no part was sent"
         part_tD = self._in_flight[-1]
         y_tD = torch.empty_like(part_tD)

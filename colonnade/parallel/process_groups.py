@@ -36,7 +36,7 @@ class ProcessInfo(NamedTuple):
 def init_process_group(backend: str, timeout: datetime.timedelta) -> ProcessInfo:
     """Join the default group of the processes that torchrun started; a single process makes none.
 
-    ``backend`` is "nccl" (a GPU per process) or "gloo" (CPUs). An existing default group is used as it is.
+    ``backend`` is "nccl" (a GPU per process) or "gloo" (CPUs). An existing default group is used unchanged.
     """
     if backend not in ("nccl", "gloo"):
         raise PlanError(f"there is no backend '{backend}' here; use 'nccl' or 'gloo'")

@@ -11,7 +11,7 @@ every run.
 Two slots are enough without a second barrier: a rank that writes in call i has finished call i − 1, for which all peers
 had begun theirs, and so had finished i − 2, the last one that read this slot. The blocks of a message are independent;
 each has its own flags. A flag may be one ahead of the awaited value, never more, and the counter may wrap around. The
-call counter is kept on the device, one per possible block, so that a captured CUDA graph goes on counting; nothing
+call counter is kept on the device, one per possible block, so that a captured CUDA graph continues counting; nothing
 synchronises with the host. Only plain loads and stores, and atomics on flags, access a peer: no multicast.
 """
 

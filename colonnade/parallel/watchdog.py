@@ -1,4 +1,4 @@
-"""Heartbeat watchdog: names the rank that stopped responding, so that its peers do not wait for ever.
+"""Heartbeat watchdog: names the rank that stopped responding, so that its peers do not wait forever.
 
 A collective with a peer that was stopped, lost or is stuck does not return, and no exception reaches the thread that
 waits in it. So a second thread on each rank writes a *heartbeat* to the process group's store at regular intervals: how
@@ -107,7 +107,7 @@ class Watchdog:
                     monitor.reset()
                     continue
                 monitor.poll(passed_s)
-            except RuntimeError as error:  # the store's host is gone or does not answer
+            except RuntimeError as error:  # the store's host is gone or does not respond
                 if finished:
                     return
                 monitor.store_failed(passed_s, error)
@@ -150,7 +150,7 @@ class HeartbeatMonitor:
                 self.silent_s[rank] = self.silent_s.get(rank, 0.0) + passed_s
 
     def store_failed(self, passed_s: float, error: Exception) -> None:
-        """Note that the store did not answer."""
+        """Note that the store did not respond."""
         self.store_silent_s, self.store_error = self.store_silent_s + passed_s, str(error).splitlines()[0]
 
     def diagnose(self, mine: Heartbeat, timeout_s: float) -> str | None:

@@ -113,7 +113,7 @@ class BeamSearch:
 
     @property
     def diverged(self) -> bool:
-        """Whether the best text does not go on after the tokens that another engine has delivered."""
+        """Whether the best text does not continue after the tokens that another engine has delivered."""
         count = len(self.delivered)
         return self.best[:count] != self.delivered or len(self.best) == count
 

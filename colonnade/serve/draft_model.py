@@ -204,7 +204,7 @@ class DraftModel:
     # -- the draft model's cache -----------------------------------------------------------------------------------
 
     def _mark_pages(self, request: Request) -> None:
-        """Record the pages that are complete, and go on after those that another request has completed."""
+        """Record the pages that are complete, and continue after those that another request has completed."""
         size, state = self.pool.page_tokens, _state(request)
         complete = min(request.draft_computed, len(request.ids) - 1) // size
         self.pool.drafted.update(request.pages[state.marked : complete])

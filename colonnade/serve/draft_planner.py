@@ -48,7 +48,7 @@ class PassTime:
         return self.base_s + self.row_s * rows
 
     def update(self, rows: float, seconds: float) -> None:
-        """Record a pass. The first one of each padded size is left out: kernels are compiled, graphs captured."""
+        """Record a pass. The first one of each padded size is skipped: kernels are compiled, graphs captured."""
         size = padded_batch_size(max(1, round(rows)), 1 << 30)
         if size not in self._sizes:
             self._sizes.add(size)

@@ -72,7 +72,7 @@ class Engine:
         self._undelivered: list[Output] = []
         """Outputs of other requests, which the next :meth:`step` returns."""
         self.look: EngineLook | None = None
-        """Answers the viewer's questions; made at the first one."""
+        """Handles the viewer's queries; created at the first one."""
 
     # -- the loop --------------------------------------------------------------------------------------------------
 
@@ -90,8 +90,8 @@ class Engine:
         """Queue a request and return its id; :meth:`step` returns its outputs.
 
         Requests with a lower ``priority`` start first, and the ``client``s of equal ones in turn. A request with
-        ``resume``, the output ids that another engine has delivered, goes on after them as after a preemption, also if
-        the queue is full; its seed must be that of ``params``. ``adapter`` is one of ``config.adapters``.
+        ``resume``, the output ids that another engine has delivered, continues after them as after a preemption, even
+        if the queue is full; its seed must be that of ``params``. ``adapter`` is one of ``config.adapters``.
 
         Outputs gained while a stream was read, or :meth:`generate` ran, are returned by the next step. Raises
         :class:`RequestError` (empty, over the context, queue full) and :class:`CapacityError` (larger than the cache).
@@ -246,7 +246,7 @@ class Engine:
         self, prompt: Prompt, params: SamplingParams | None = None, *, adapter: str | None = None
     ) -> Generator[Output]:
         """Iterate over the outputs of one request; leaving the loop early cancels it. Streams may be interleaved."""
-        key = self.add(prompt, params, adapter=adapter)  # not in the generator, so that a bad request fails at once
+        key = self.add(prompt, params, adapter=adapter)  # not in the generator, so that a bad request fails immediately
         self._queues[key] = deque()
         reader = self._read_outputs(key)
         next(reader)  # start it, so that its request is cancelled even if it is never read

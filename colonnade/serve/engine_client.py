@@ -169,7 +169,7 @@ class EngineClient:
                 self.idle.set()
 
     async def ask(self, do: str, **fields: Any) -> Message:
-        """Send the message ``do`` and return its answer; raises :class:`RequestError` like :meth:`run`."""
+        """Send the message ``do`` and return its reply; raises :class:`RequestError` like :meth:`run`."""
         if self.failure or self.draining or not self.ready.is_set():
             raise self.unavailable()
         key = uuid.uuid4().hex

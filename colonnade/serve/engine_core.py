@@ -93,7 +93,7 @@ class EngineCore:
     def commit(self, work: Work, sampled: SampledTokens) -> Iterator[tuple[Request, int, int]]:
         """Wait for the tokens of ``work`` and commit them: (request, token, index of the sample), one by one.
 
-        A token that ends a request drops those after it, if the caller finishes the request at once.
+        A token that ends a request drops those after it, if the caller finishes the request immediately.
         """
         tokens = sampled.tolist()
         if self.draft_model is not None:

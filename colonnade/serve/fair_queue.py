@@ -38,7 +38,7 @@ UPDATE_S = 1.0
 """Interval at which waiting times are compared with :data:`RISE_S` [s]."""
 
 FORGET_S = 60.0
-"""A client without waiting requests starts anew after this time [s]."""
+"""A client without waiting requests starts from zero after this time [s]."""
 
 
 def cost_tokens(request: Request) -> int:

@@ -35,7 +35,7 @@ class GenerationRequest:
     timeout_s: float | None = None
     """It is refused if it would wait longer, and ended with an error if it takes longer; None: no limit [s]."""
     resume: Sequence[Sequence[int] | None] = ()
-    """If it goes on after another engine has failed: the output ids of each completion so far; None: it has ended."""
+    """If it continues after another engine has failed: the output ids of each completion so far; None: it has ended."""
 
     @property
     def num_completions(self) -> int:

@@ -34,7 +34,7 @@ _stack_size = threading.Lock()
 
 
 class Matcher:
-    """The state of one answer in its grammar."""
+    """The state of one output in its grammar."""
 
     def __init__(self, matcher: "llguidance.LLMatcher", mask_bytes: int):
         self._matcher, self._mask_bytes = matcher, mask_bytes

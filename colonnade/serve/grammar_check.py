@@ -87,13 +87,13 @@ class GrammarChecker:
 
 def _send(process: subprocess.Popen[bytes], message: Any) -> None:
     assert process.stdin
-    with suppress(BrokenPipeError):  # it has died: there will be no answer
+    with suppress(BrokenPipeError):  # it has died: there will be no reply
         process.stdin.write(json.dumps(message).encode() + b"\n")
         process.stdin.flush()
 
 
 def _receive(process: subprocess.Popen[bytes], most_s: float) -> dict[str, Any]:
-    """The answer; raises TimeoutError if there is none in time, and EOFError if the process has died."""
+    """The reply; raises TimeoutError if there is none in time, and EOFError if the process has died."""
     assert process.stdout
     if not select.select([process.stdout], [], [], most_s)[0]:
         raise TimeoutError(f"no answer within {most_s:g} s")

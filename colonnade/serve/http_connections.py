@@ -4,8 +4,8 @@
     front <── outputs of its own requests, statistics of all ─────────── engine
 
 The engine connects to a front when the server tells it to. If a front exits, its requests are cancelled; when the
-server's own connection ends, the engine stops. Output that a front does not read at once is buffered here, so that a
-hanging front does not delay the others.
+server's own connection ends, the engine stops. Output that a front does not read immediately is buffered here, so that
+a hanging front does not delay the others.
 """
 
 import queue
@@ -111,7 +111,7 @@ class HttpConnections:
                 owner.ids.discard(key)
 
     def reply(self, message: Message) -> None:
-        """Send a refusal or an answer to whom it is for; the request has ended."""
+        """Send a refusal or a reply to its recipient; the request has ended."""
         if owner := self._owners.get(message["ids"][0]):
             owner.send(encode_message(message))
         self.forget(message["ids"])
@@ -134,7 +134,7 @@ class HttpConnections:
         self.flush()
 
     def flush(self) -> None:
-        """Send what waits, as far as it is taken."""
+        """Send as much pending output as is accepted."""
         for connection in self._open:
             if connection.has_unsent:
                 connection.flush()

@@ -1,6 +1,6 @@
 """The viewer inside an engine's process: recordings with the served weights, and the pages of the cache.
 
-Viewer requests arrive like other messages and are answered between two steps, so that a recording never sees an
+Viewer requests arrive like other messages and are handled between two steps, so that a recording never sees an
 unfinished step and the page tables are a consistent snapshot.
 """
 
@@ -19,7 +19,7 @@ MAX_ANSWER_BYTES = 1 << 24
 
 
 class EngineLook:
-    """Answers the viewer's questions about one engine."""
+    """Handles the viewer's queries about one engine."""
 
     def __init__(self, engine: Engine, name: str):
         """``name`` is that of the served model."""
@@ -40,7 +40,7 @@ class EngineLook:
         return record(self._engine.model, tokens, pieces, Plan())
 
     def reply(self, message: dict[str, Any]) -> dict[str, Any]:
-        """The answer to a message of :func:`question`."""
+        """The response to a message of :func:`question`."""
         answer = self._app.answer(message["method"], message["path"], message["query"], b64decode(message["body"]))
         if len(answer.body) > MAX_ANSWER_BYTES:
             answer = error_answer(
@@ -56,7 +56,7 @@ def question(model: str, method: str, path: str, query: str, body: bytes) -> dic
 
 
 def answer_of(reply: dict[str, Any]) -> Answer:
-    """The answer in an engine's reply."""
+    """The response in an engine's reply."""
     status, content_type, body = reply["answer"]
     return Answer(status, content_type, b64decode(body))
 

@@ -75,7 +75,7 @@ class Package:
     def stream(self, prompt: str | Sequence[int], params: SamplingParams) -> Generator[tuple[str, int]]:
         """(text, token) of each token that continues ``prompt``, as an engine gives them.
 
-        A bad request is refused at once: :class:`RequestError`.
+        A bad request is refused immediately: :class:`RequestError`.
         """
         info, tokenizer = self.info, self.tokenizer
         for field in fields(params):

@@ -111,7 +111,7 @@ class ReplicaProcesses:
             self._announce(f"{label} died and is being restarted: {_reason(failure)}")
 
     def _leave_out(self, replica: int, failure: ColonnadeError) -> None:
-        """Go on without ``replica``, or fail: if it has never been up, or if it was the last one."""
+        """Continue without ``replica``, or fail: if it has never been up, or if it was the last one."""
         self._left.discard(replica)
         died = f"{self._labels[replica]} died {MAX_DEATHS + 1} times and was removed"
         if self._left and self._replicas.started:

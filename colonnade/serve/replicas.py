@@ -159,7 +159,7 @@ class Replicas:
     async def run_batches(self, request: GenerationRequest | PoolingRequest) -> AsyncGenerator[list[tuple[int, Any]]]:
         """Yield lists of (index of the completion, output) as outputs arrive; closing it cancels the request.
 
-        Raises :class:`RequestError` as one engine does, but goes on elsewhere if a replica dies.
+        Raises :class:`RequestError` as one engine does, but continues elsewhere if a replica dies.
         """
         if self.failure or self.draining or not self.ready.is_set():
             raise self.unavailable()
@@ -202,7 +202,7 @@ class Replicas:
                 raise timed_out(progress.request.timeout_s)
 
     async def ask(self, do: str, **fields: Any) -> Message:
-        """Send the message ``do`` to a replica and return its answer; the prefix caches of all are reset."""
+        """Send the message ``do`` to a replica and return its reply; the prefix caches of all are reset."""
         if do == "swap" and len(self.clients) > 1:
             raise RequestError(
                 "a server with several replicas cannot swap weights; restart it with the other checkpoint"

@@ -252,7 +252,7 @@ class Completion:
 
     text: str
     token_ids: tuple[int, ...]
-    """All generated tokens, including an end token or those of a stop string, which the text leaves out."""
+    """All generated tokens, including an end token or those of a stop string, which the text omits."""
     finish_reason: FinishReason
     prompt_tokens: int
     logprobs: tuple[TokenLogprob, ...] | None = None

@@ -1,4 +1,4 @@
-"""Determines whether a server answers with text, embeddings or classes for a model, and how hidden states are pooled.
+"""Determines whether a server returns text, embeddings or classes for a model, and how hidden states are pooled.
 
     --serve.task auto    text by a causal model, classes by a model with a class head, else embeddings; embeddings by
                          a model that was tuned for them

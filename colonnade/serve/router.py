@@ -1,4 +1,5 @@
-"""Chooses a replica for each request: the one that has most of its prompt in the prefix cache, else the least loaded.
+"""Chooses a replica for each request: the one that has most of its prompt in the prefix cache, otherwise the least
+loaded.
 
     prompt -> hashes of its 256-byte blocks -> the replica that was sent most of them before      prefix routing
                                             -> the replica with the fewest requests               else

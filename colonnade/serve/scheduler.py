@@ -249,7 +249,7 @@ class Scheduler:
         return child
 
     def continue_search(self, search: BeamSearch, following: Sequence[Continuation]) -> None:
-        """Replace the beams of ``search``: the first continuation of each goes on in its pages, others are forked."""
+        """Replace the beams of ``search``: the first continuation of each continues in its pages, others are forked."""
         root = search.root
         assert root is not None
         if not any(each.parent is root for each in following):

@@ -1,4 +1,4 @@
-"""The server process: binds the port, starts the engine, answers requests until a signal, and cleans up.
+"""The server process: binds the port, starts the engine, serves requests until a signal, and cleans up.
 
     listen -> start and load the engine -> SIGINT or SIGTERM -> drain -> stop the engine -> return
                                       |  |                           -> second signal: stop at once -> raise

@@ -1,4 +1,4 @@
-"""Compares two servers' answers to the same request, and sums up comparisons.
+"""Compares two servers' responses to the same request, and summarises comparisons.
 
 A comparison holds statuses, lengths, latencies and similarities, and no text:
 
@@ -7,7 +7,7 @@ A comparison holds statuses, lengths, latencies and similarities, and no text:
      "common_prefix": 118}
 
 Embeddings have ``cosine``, the least of all texts; classes have ``class`` and ``shadow_class``. ``shadow_status`` is
-null if the shadow gave no answer.
+null if the shadow did not respond.
 """
 
 import json
@@ -27,7 +27,7 @@ UNREADABLE = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
 
 
 def compare(answer: bytes, shadow: bytes) -> Comparison:
-    """The fields that compare two answers with status 200; raises one of :data:`UNREADABLE`."""
+    """The fields that compare two responses with status 200; raises one of :data:`UNREADABLE`."""
     if answer.startswith(b"{") and "data" in (whole := json.loads(answer)):
         other = json.loads(shadow)
         if "embedding" in whole["data"][0]:
@@ -98,7 +98,7 @@ def summarise(comparisons: Iterable[Comparison], min_cosine: float) -> dict[str,
 
 
 def _texts(answer: bytes) -> list[str]:
-    """The text of each choice, with its tool calls, of an answer or a stream."""
+    """The text of each choice, with its tool calls, of a response or a stream."""
     texts: dict[int, str] = {}
     for event in [json.loads(answer)] if answer.startswith(b"{") else _events(answer):
         for choice in event["choices"]:

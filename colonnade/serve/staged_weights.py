@@ -165,7 +165,7 @@ class StagedWeights:
 
     @torch.no_grad()
     def copy(self) -> None:
-        """Overwrite the model's weights; CUDA graphs go on reading the same addresses."""
+        """Overwrite the model's weights; CUDA graphs continue to read the same addresses."""
         targets = dict((*self._model.named_parameters(), *self._model.named_buffers()))
         for name, new in self._staged.items():
             if isinstance(new, Quantised):

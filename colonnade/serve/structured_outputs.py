@@ -1,4 +1,4 @@
-"""The constraint of an answer: a JSON schema, a regular expression, a list of choices, or a grammar."""
+"""The constraint on an output: a JSON schema, a regular expression, a list of choices, or a grammar."""
 
 import json as json_library
 import re

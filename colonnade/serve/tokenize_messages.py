@@ -1,4 +1,4 @@
-"""Answers the messages of /tokenize, /detokenize and /tokenizer_info in the engine process, concurrently with steps."""
+"""Handles the messages of /tokenize, /detokenize and /tokenizer_info in the engine process, concurrently with steps."""
 
 from colonnade.data.tokenizer import Tokenizer
 from colonnade.errors import ColonnadeError, RequestError
@@ -30,7 +30,7 @@ def work_size(message: Message) -> int:
 
 
 def answer_message(message: Message, tokenizer: Tokenizer) -> Message:
-    """The event that answers ``message``, or refuses it."""
+    """The event that replies to ``message``, or refuses it."""
     try:
         if message["do"] == "tokenizer_info":
             answer: Message = {"info": tokenizer.info}

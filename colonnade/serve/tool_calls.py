@@ -1,4 +1,4 @@
-"""Tool calls in a model's own notation: the grammar that the answer follows, and the parser of the answer.
+"""Tool calls in a model's own notation: the grammar that the output follows, and the parser of the output.
 
     hermes    <tool_call>{"name": "f", "arguments": {...}}</tool_call>, any number, after any text    (Qwen, Hermes)
     llama3    {"name": "f", "parameters": {...}}; {...}                  only at the start of the answer
@@ -27,7 +27,7 @@ class ToolFormat(NamedTuple):
 
     name: ToolFormatName
     begin: str
-    """The text before a call, or before the list of calls; empty if an answer with calls has no other text."""
+    """The text before a call, or before the list of calls; empty if an output with calls has no other text."""
     end: str
     """The text after a call."""
     arguments: str
@@ -88,7 +88,7 @@ class ToolOptions:
     tools: Sequence[Mapping[str, Any]]
     """OpenAI's objects: {"type": "function", "function": {"name", "parameters"}}."""
     required: bool = False
-    """Whether the answer is one call or several."""
+    """Whether the output is one call or several."""
     parallel: bool = True
     """Whether there may be several calls."""
 
@@ -98,7 +98,7 @@ class ToolOptions:
         return self.notation.format
 
     def grammar(self) -> str:
-        """The grammar of the answer, in llguidance's dialect of Lark."""
+        """The grammar of the output, in llguidance's dialect of Lark."""
         lines = ["%llguidance {}", r"TEXT: /(.|\n)*/", r"space: /[ \n]{0,4}/", *self._calls()]
         begin = self._terminal(self.format.begin)
         match self.format.name:
@@ -151,7 +151,7 @@ class ToolCallDelta(NamedTuple):
 
 @dataclass
 class ParsedText:
-    """The parsed content of new text of an answer."""
+    """The parsed content of new output text."""
 
     content: str = ""
     calls: list[ToolCallDelta] = field(default_factory=list)
@@ -164,7 +164,7 @@ _CLOSE = re.compile(r"\s*\}")
 
 
 class ToolCallParser:
-    """Splits an answer that follows :meth:`ToolOptions.grammar` into text and calls, as it arrives."""
+    """Splits an output that follows :meth:`ToolOptions.grammar` into text and calls, as it arrives."""
 
     def __init__(self, tool_format: ToolFormat):
         self._format = tool_format

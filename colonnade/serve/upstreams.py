@@ -19,7 +19,7 @@ from colonnade.serve.router import Router
 
 PROBE_INTERVAL_S = 1.0
 PROBE_S = 5.0
-"""Time between two probes, and for the answer to one [s]."""
+"""Time between two probes, and for the response to one [s]."""
 
 MAX_FAILURES = 3
 """An upstream is taken out after this many failed probes in a row."""
@@ -158,7 +158,7 @@ class Upstreams:
                 self._end_requests(upstream)
 
     async def _probe(self, upstream: int) -> bool:
-        """Ask whether ``upstream`` is ready; True if it gave no answer."""
+        """Ask whether ``upstream`` is ready; True if it did not respond."""
         import httpx
 
         lost = False

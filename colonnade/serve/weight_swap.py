@@ -64,7 +64,7 @@ class WeightSwap:
     # -- rank 0 --------------------------------------------------------------------------------------------------------
 
     def handle(self, message: Message) -> Message | None:
-        """Handle one of :data:`SWAP_MESSAGES`; returns the answer, if it is available."""
+        """Handle one of :data:`SWAP_MESSAGES`; returns the reply, if it is available."""
         return self.start(message) if message["do"] == "swap" else self.advance()
 
     def start(self, message: Message) -> Message | None:
@@ -86,7 +86,7 @@ class WeightSwap:
         return None
 
     def advance(self) -> Message | None:
-        """Go on after a thread has ended; returns the answer at the end. Call it between two steps."""
+        """Continue after a thread has ended; returns the reply at the end. Call it between two steps."""
         job = self._job
         if job is None or job.stage is Stage.BUSY:
             return None

@@ -36,7 +36,7 @@ from colonnade.serve.sampling_params import SamplingParams, choice_seed
 from colonnade.serve.weight_swap import SWAP_MESSAGES, WeightSwap
 
 Loaded = tuple[Transformer, Tokenizer] | tuple[Transformer, Tokenizer, Transformer | PoolerSpec | None]
-"""A model that generates text, perhaps with a draft model, or one with what is made of its hidden states."""
+"""A model that generates text, perhaps with a draft model, or one with the pooling of its hidden states."""
 
 Load = Callable[[DistributedContext], Loaded]
 """Loads this rank's share of the model in each engine process; must be picklable (a module's function or a partial)."""
@@ -201,7 +201,7 @@ def _handle(
 
 
 def _live_ids(message: Message) -> list[str]:
-    """Ids of ``message`` to which there will be an answer: not of completions that ended before it was resumed."""
+    """Ids of ``message`` that will get a reply: not those of completions that ended before it was resumed."""
     if message["do"] == "answer":
         return message["event"]["ids"]
     resume = message.get("resume") or [()] * len(message["ids"])

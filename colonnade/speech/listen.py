@@ -65,7 +65,7 @@ class Listeners:
     """At most ``streams`` streams at once, in constant memory; greedy, or with ``beam`` hypotheses per stream;
     ``fusion`` adds a language model to their scores.
 
-    Deltas are final: greedy labels at once, those of a beam when all hypotheses agree, and the rest at the end. A
+    Deltas are final: greedy labels immediately, those of a beam when all hypotheses agree, and the rest at the end. A
     picture belongs to the frame of its number. Once a stream has pictures, audio waits up to LAG frames for them; a
     frame whose picture arrives later or never is recognised from audio alone.
     """

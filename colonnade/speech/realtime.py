@@ -68,7 +68,7 @@ class RealtimeSession:
         await self._emit("session.created", session=self._session())
 
     async def receive(self, message: str) -> None:
-        """Answer one message of the client."""
+        """Handle one message of the client."""
         event_id = None
         try:
             event = _parse(message)
@@ -187,7 +187,7 @@ class RealtimeSession:
         else:
             picture = await asyncio.to_thread(lambda: tracker.crop(decode_rgb(data)))
         frame = self._clock.frame(time_s)
-        if frame >= 0 and picture is not None:  # without a face, text goes on by sound
+        if frame >= 0 and picture is not None:  # without a face, text continues by sound
             await self.engine.see(await self._open(), frame, picture)
 
     async def _open(self) -> int:

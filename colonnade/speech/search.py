@@ -1,7 +1,7 @@
 """Greedy and time-synchronous beam search over a transducer's labels, batched over streams.
 
 Both keep state between calls, so a stream may arrive in segments of any length: the final result does not depend on
-where the segments were cut. ``deltas`` returns labels that are final: greedy ones at once, a beam's when all
+where the segments were cut. ``deltas`` returns labels that are final: greedy ones immediately, a beam's when all
 hypotheses agree; ``finish`` returns the rest of a stream that has ended. At each frame a hypothesis emits labels until
 it emits the blank, which moves it to the next frame (Graves, arXiv 1211.3711, section 2.5). Hypotheses of equal labels
 are merged: their probabilities are summed. A language model's log-probabilities may be added to a beam's scores

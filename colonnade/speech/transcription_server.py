@@ -157,7 +157,7 @@ class TranscriptionServer:
     async def _transcriptions(self, request: Request) -> Response:
         try:
             check_allowed(request.scope, self.name)
-            # Not request.body(), which would keep a second copy until the answer.
+            # Not request.body(), which would keep a second copy until the response.
             body = b"".join([part async for part in request.stream()])
             options = _Options(parse_multipart(request.headers.get("content-type", ""), body), self.name)
             del body

@@ -64,7 +64,7 @@ def choose_kinds(block_bytes: dict[RecomputeKind, int], blocks: int, allowed_byt
         return _kinds("none", blocks, "none", blocks)
     if over <= blocks * (none - attention):
         return _kinds("attention", -(-over // (none - attention)), "none", blocks)
-    # Where recomputing attention saves nothing, it is left out.
+    # Where recomputing attention saves nothing, it is skipped.
     middle, middle_bytes = ("attention", attention) if attention < none else ("none", none)
     over = blocks * middle_bytes - allowed_bytes
     if over > blocks * (middle_bytes - full):

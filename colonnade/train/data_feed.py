@@ -57,7 +57,7 @@ class DataFeed(Protocol):
 
     @property
     def corpus(self) -> Corpus | None:
-        """The corpus of samples made of text."""
+        """The corpus of samples made from text."""
         ...
 
     @property

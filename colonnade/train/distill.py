@@ -127,7 +127,7 @@ class Distiller:
         return self.teacher(stream, replace(attend, dropout=None, first_head=first_head), head)
 
     def _cached(self, cache: TeacherCache, stream: Stream, attend: Packed) -> TopTokens:
-        """The answers for whole samples, from the cache if it has all of them."""
+        """The teacher's outputs for whole samples, from the cache if it has all of them."""
 
         def answer() -> TopTokens:
             teacher = self._answer(stream, attend)
@@ -142,7 +142,7 @@ class Distiller:
     def _from_cache(
         self, cache: TeacherCache, keys: Sequence[bytes], answer: Callable[[], TopTokens], device: torch.device
     ) -> TopTokens:
-        """The records of ``keys``; if one is missing, what ``answer`` computes for all, which is then kept."""
+        """The records of ``keys``; if one is missing, ``answer`` computes them for all, and they are stored."""
         found = [cache.find(key) for key in keys]
         if None in found:  # another rank may have added it
             cache.scan()

@@ -174,7 +174,7 @@ class ServiceTracker:
             return
         try:
             action()
-        except Exception as why:  # noqa: BLE001 - a service may raise anything, and the run must go on
+        except Exception as why:  # noqa: BLE001 - a service may raise anything, and the run must continue
             self._failed = True
             reason = (str(why).splitlines() or [""])[0]
             print(f"{self._name} failed with {type(why).__name__}: {reason}; {consequence}; {METRICS} has all of them",

@@ -91,7 +91,7 @@ TABLES: dict[str, MappingTable] = {
 
 
 class GGUFFile:
-    """A GGUF file: reads :attr:`config` and tensor shapes at once, values and tokenizer on demand.
+    """A GGUF file: reads :attr:`config` and tensor shapes immediately, values and tokenizer on demand.
 
     Raises :class:`CheckpointError` for a file that is damaged or of an unknown architecture, and when the ``gguf``
     package is not installed.

@@ -48,7 +48,9 @@ def cross_sdpa(
     longest: tuple[int, int] | None = None,
     equal: bool = False,
 ) -> Tensor:
-    """The same through scaled_dot_product_attention: one call for sequences of equal lengths, else one for each."""
+    """The same through scaled_dot_product_attention: one call for sequences of equal lengths, otherwise one for
+    each.
+    """
     if equal and longest is not None and min(longest):
         T, S = longest
         batch = q_TNH.unflatten(0, (-1, T)), *(x.unflatten(0, (-1, S)) for x in (k_SKH, v_SKH))

@@ -20,7 +20,8 @@ from colonnade.kernels.attention.split_plan import FIELDS, ITEM_END, Capacity, P
 from colonnade.kernels.device import multiprocessors, upload, upload_into
 
 DECODE_ROWS = 64
-"""Up to this many rows (queries times heads of a group) a request uses the decode kernel, else the prefill kernel."""
+"""Up to this many rows (queries times heads of a group) a request uses the decode kernel, otherwise the prefill
+kernel."""
 
 
 Kernels = Literal["auto", "triton", "cuda"]

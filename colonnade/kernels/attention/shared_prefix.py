@@ -1,4 +1,4 @@
-"""Attention of continuations that share prefixes: the answers to a question, each after the same context.
+"""Attention of continuations that share prefixes: candidate answers to a question, each after the same context.
 
 Rows are all prefixes, then the continuations of each prefix. A prefix attends to itself, and a continuation to its
 prefix and to itself, both causally, so the keys of a prefix are computed and stored once for all its continuations:

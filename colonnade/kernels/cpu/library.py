@@ -132,7 +132,7 @@ def _bind(path: Path) -> ctypes.CDLL:
 
 
 def _compiled(instruction_set: str, folder: Path) -> Path:
-    """The library's file, in ``folder`` if that can be trusted, else in a new private folder."""
+    """The library's file, in ``folder`` if that can be trusted, otherwise in a new private folder."""
     compiler, options = _compiler(), _options(instruction_set)
     version = _run([compiler, "--version"]).splitlines()[0]
     name = _digest([*options, compiler, version]) + ".so"

@@ -29,7 +29,7 @@ class GroupedTiles(NamedTuple):
     """Elements of the summed dimension per step."""
     warps: int
     stages: int
-    """Steps of the software pipeline whose operands are loaded at once."""
+    """Steps of the software pipeline with operands in flight at the same time."""
     GROUP: int = 8
     """Tiles of rows that go through all columns together, for L2 reuse."""
     programs_per_sm: int = 0
@@ -74,7 +74,7 @@ def table() -> tuple[dict[str, Rows], dict[LayerShape, dict[str, Rows]]]:
 
 @functools.cache
 def table_rows(kernel: Kernel, shape: LayerShape) -> Rows:
-    """Rows of the nearest measured layer, else the estimated rows."""
+    """Rows of the nearest measured layer, otherwise the estimated rows."""
     estimated, measured = table()
     known = [other for other, kernels in measured.items() if kernel in kernels]
     if not known:

@@ -26,8 +26,8 @@ CHUNK_ROWS = 4096
 """Most cells of one chunk."""
 
 DEAD = 2.0**-32
-"""Cells that alignments pass with a smaller probability are left out of a float32 backward pass, because their logits
-enter the gradients times this probability. All cells of a frame add up to at least 1, so what is left out is below
+"""Cells that alignments pass with a smaller probability are skipped in a float32 backward pass, because their logits
+enter the gradients times this probability. All cells of a frame add up to at least 1, so what is skipped is below
 float32's rounding. With random weights a quarter to a half of all cells are dead, in a trained recogniser nearly all.
 """
 

@@ -36,7 +36,7 @@ class ApiKey(Config):
     """Names of the models that it may use; None for all."""
     requests_per_minute: Count | None = None
     tokens_per_minute: Count | None = None
-    """Tokens of prompts and answers."""
+    """Tokens of prompts and completions."""
     concurrent_requests: Count | None = None
     priority: Annotated[int, Field(ge=-100, le=100, strict=True)] = 0
     """Priority of its requests, unless they ask for a lower priority (a higher number)."""
@@ -62,7 +62,7 @@ class KeyState:
         self.limiter.end()
 
     def take_tokens(self, count: int) -> None:
-        """Count tokens of a prompt or an answer."""
+        """Count tokens of a prompt or a completion."""
         self.limiter.take_tokens(count, time.monotonic())
 
     async def headers(self) -> dict[str, str]:

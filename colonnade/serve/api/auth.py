@@ -4,7 +4,7 @@
     429   over a rate limit, with Retry-After
 
 It runs before the body is read. Whether the key may use the model is checked when the body has been read
-(:func:`check_allowed`). Every answer to a limited key has OpenAI's x-ratelimit headers.
+(:func:`check_allowed`). Every response to a limited key has OpenAI's x-ratelimit headers.
 """
 
 import hmac

@@ -1,6 +1,6 @@
 """Reads request bodies: JSON in UTF-8 to a validated :class:`~colonnade.serve.api.request_schemas.Body`.
 
-Large bodies are parsed and validated in a thread, so that the event loop can answer other clients.
+Large bodies are parsed and validated in a thread, so that the event loop can serve other clients.
 """
 
 import inspect

@@ -26,7 +26,7 @@ RESERVED_VARIABLES = frozenset(
 """Variables of a chat template that ``chat_template_kwargs`` may not set."""
 
 IGNORED_FIELDS = frozenset({"annotations", "provider_specific_fields"})
-"""Fields that clients (OpenAI's, litellm) add to an answer, and send back with it; templates do not see them."""
+"""Fields that clients (OpenAI's, litellm) add to a reply and send back with it; templates do not see them."""
 
 CONTENT: dict[str, Any] = {
     "anyOf": [
@@ -61,7 +61,7 @@ class CalledFunction(BaseModel):
 
 
 class ToolCall(BaseModel):
-    """A call in an earlier answer."""
+    """A call in an earlier reply."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     id: str
@@ -104,7 +104,7 @@ class ChatMessage(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _without_nulls(cls, values: object) -> object:
-        """Drop nulls and empty lists of calls: clients send an earlier answer back as they received it."""
+        """Drop nulls and empty lists of calls: clients send an earlier reply back as they received it."""
         if not isinstance(values, dict):
             return values
         return {k: v for k, v in values.items() if v is not None and v != [] and k not in IGNORED_FIELDS}
@@ -241,7 +241,7 @@ class ChatBody(Body):
         return tools
 
     def to_generation_request(self, options: ToolOptions | None = None) -> GenerationRequest:
-        """The answer to the conversation, with calls as in ``options``."""
+        """The reply to the conversation, with calls as in ``options``."""
         limit = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
         params = self.model_copy(update={"max_tokens": limit}).params()
         if options is not None:

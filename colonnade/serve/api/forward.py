@@ -1,6 +1,6 @@
-"""ASGI middleware that forwards requests to upstreams; the application answers probes and serves metrics.
+"""ASGI middleware that forwards requests to upstreams; the application serves probes and metrics.
 
-Bodies and answers are forwarded unchanged. If an upstream fails before any part of its answer has been sent to the
+Bodies and responses are forwarded unchanged. If an upstream fails before any part of its response has been sent to the
 client, the request goes to another one; a stream that has begun ends with an error event, since another server cannot
 continue it.
 """
@@ -78,7 +78,7 @@ class ForwardRequests:
             await error_reply(error)(scope, receive, send)
 
     async def _forward(self, request: Request, body: bytes, prompt: bytes, running: AsyncExitStack) -> Response:
-        """The answer of the first upstream that gives one; the connection of a stream is closed with ``running``."""
+        """The response of the first upstream that gives one; the connection of a stream is closed with ``running``."""
         upstreams, tried = self.upstreams, set[int]()
         refusal: Response | None = None
         while True:

@@ -103,7 +103,7 @@ class BodyLimit:
 
     @staticmethod
     async def _refuse(error: RequestError, more: bool, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer with ``error``; close the connection if ``more`` of the body is to come."""
+        """Respond with ``error``; close the connection if ``more`` of the body is to come."""
         reply = error_reply(error)
         if more:
             reply.headers["connection"] = "close"

@@ -37,7 +37,7 @@ def answers(whole: type, chunk: type) -> Responses:
 
 
 def describe_chunks(app: FastAPI, *more: type) -> None:
-    """Add the schemas of chunks and ``more`` to the description of ``app``: FastAPI adds those of whole answers."""
+    """Add the schemas of chunks and ``more`` to the description of ``app``: FastAPI adds those of whole responses."""
     describe = app.openapi
 
     def openapi() -> dict[str, Any]:

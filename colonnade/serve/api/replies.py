@@ -1,4 +1,4 @@
-"""The JSON objects of all answers, in OpenAI's format; the same types define /openapi.json.
+"""The JSON objects of all responses, in OpenAI's format; the same types define /openapi.json.
 
 They are TypedDicts: a type checker verifies their fields, pydantic derives the description and writes the JSON. That
 takes 1.5 µs for a chunk of a stream; pydantic's models take 6.3, ``json.dumps`` 4.2.
@@ -51,7 +51,7 @@ class TokenUsage(Reply):
 
 
 class ReplyBase(Reply):
-    """The fields with which all answers begin."""
+    """The fields common to all responses."""
 
     id: str
     created: int
@@ -162,7 +162,7 @@ class ChatLogprobs(Reply):
 
 
 class ChatChoice(Reply):
-    """The answer."""
+    """The reply."""
 
     index: int
     message: AssistantMessage
@@ -190,7 +190,7 @@ class Delta(Reply):
 
 
 class ChatChunkChoice(Reply):
-    """A piece of the answer."""
+    """A piece of the reply."""
 
     index: int
     delta: Delta

@@ -1,7 +1,7 @@
 """OpenAI's request bodies, validated before anything reaches the engine: what both have, and completions.
 
 An unsupported parameter is refused by name, unless its value has no effect (``suffix=""``): silently ignoring a
-parameter would give a wrong answer. Parameters that never change the text (``user``, ``metadata``) are accepted. An
+parameter would give a wrong result. Parameters that never change the text (``user``, ``metadata``) are accepted. An
 unknown parameter is refused, with the nearest known one.
 """
 

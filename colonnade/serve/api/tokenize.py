@@ -25,7 +25,7 @@ class TokenizeBody(BaseModel):
     """Add the tokens that begin or end every text, as /v1/completions does; by default so for a prompt. The chat
     template writes those of ``messages``."""
     add_generation_prompt: bool | None = None
-    """Whether the beginning of an answer follows the messages; true by default."""
+    """Whether the beginning of a reply follows the messages; true by default."""
     return_token_strs: bool | None = None
 
     @model_validator(mode="after")
