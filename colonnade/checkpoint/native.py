@@ -3,7 +3,7 @@
     manifest.json               size and SHA-256 of every other file; written last
     checkpoint.json             step, data cursor, the resolved config, versions
     tensors.json                the pieces of each tensor and their files
-    weights-00000.safetensors   rank 0's pieces, under the parameters' names; likewise for each rank, and for the
+    weights-00000.safetensors   rank 0's pieces, under the parameters' names; the same for each rank, and for the
                                 optimizer's exp_avg-… and exp_avg_sq-…
     tokenizer/                  the tokenizer's files
 
@@ -71,7 +71,7 @@ class Meta(Config):
 
 
 class SavableTokenizer(Protocol):
-    """What a native checkpoint needs of a tokenizer."""
+    """The tokenizer interface that a native checkpoint uses."""
 
     @property
     def size_bytes(self) -> int:
@@ -352,8 +352,8 @@ def _run_dcp(folder: Path, function: Callable[..., Any], views: dict[str, Tensor
 
     try:
         with warnings.catch_warnings() if options["no_dist"] else nullcontext():
-            # DCP warns that it assumes a single process. (Not suppressed in a thread beside training, which has a
-            # group: warning filters are global to the process.)
+            # DCP warns that it assumes a single process. (Not suppressed in a thread that runs alongside training,
+            # which has a group: warning filters are global to the process.)
             if options["no_dist"]:
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             function(views, **options)

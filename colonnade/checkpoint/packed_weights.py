@@ -85,7 +85,7 @@ class _Entry:
 def load_packed(
     opened: OpenedModel, kind: Kind, group: int, dtype: torch.dtype, use: PackedUse, pack: Callable[[], Transformer]
 ) -> Transformer:
-    """The model of ``opened``, from its packed file, or by ``pack`` where there is none; then one is written."""
+    """The model of ``opened``, from its packed file, or by ``pack`` if there is none; then one is written."""
     try:
         path = _folder() / f"{_key(opened, kind, group, dtype)}.packed"
         found = _read(path, opened.config, dtype, use)
@@ -150,7 +150,7 @@ def _checksums(location: Path) -> Iterator[str]:
 
 @functools.cache
 def _source_hash() -> str:
-    """Of the code that decides the bytes of packed weights."""
+    """Version of the code that determines the bytes of packed weights."""
     modules = (quantise, weight_only_quant, fused_block)
     return hashlib.sha256("\0".join(map(inspect.getsource, modules)).encode()).hexdigest()
 
@@ -203,7 +203,7 @@ def _entry(fields: dict[str, Any]) -> _Entry:
 
 
 def _first_tensor(header: int) -> int:
-    """Where the tensors of a file with a header of so many bytes begin."""
+    """Offset of the tensors of a file with a header of this many bytes."""
     return -(-(16 + header) // PAGE) * PAGE
 
 
@@ -230,7 +230,7 @@ def _assemble(data: Tensor, entries: list[_Entry], config: ModelConfig, dtype: t
 
 
 def _write(model: Transformer, path: Path) -> None:
-    """Write the weights of ``model``; if another process has been first, its file stays."""
+    """Write the weights of ``model``; if another process was first, its file stays."""
     parts: list[tuple[_Entry, Tensor]] = []
     at = 0
 
@@ -275,7 +275,7 @@ def _write(model: Transformer, path: Path) -> None:
 
 
 def _delete_old(folder: Path) -> None:
-    """Delete files that have not been used for long, and what killed processes have left."""
+    """Delete files that have not been used for long, and leftovers of killed processes."""
     for path in folder.iterdir():
         try:
             age_s = time.time() - path.stat().st_mtime

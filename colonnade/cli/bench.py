@@ -42,7 +42,7 @@ def bench(
     Args:
         model: The model that decodes.
         weights: Weight formats to measure.
-        seconds: Time for measuring; loading the model for each format comes on top.
+        seconds: Time for measuring; loading the model for each format takes additional time.
         device: auto: a GPU if there is one.
         plot: File for the roofline plot: .svg, .png or .pdf.
         as_json: Print JSON instead of tables.

@@ -143,7 +143,7 @@ class Loader:
         """
         if batch % dp_size:
             raise ConfigError(
-                f"a batch of {batch} samples does not divide over {dp_size} data ranks; make it a multiple, such as "
+                f"a batch of {batch} samples is not divisible by {dp_size} data ranks; use a multiple, such as "
                 f"{-(-batch // dp_size) * dp_size}"
             )
         if objective is None:

@@ -89,7 +89,7 @@ class InputProcessor:
         )
 
     def _beam_search(self, params: SamplingParams, delivered: tuple[int, ...]) -> BeamSearch:
-        """The beam search of a request of which another engine has delivered the tokens ``delivered``."""
+        """The beam search of a request after another engine has delivered the tokens ``delivered``."""
         ends = {*params.stop_token_ids, *(() if params.ignore_eos else self.tokenizer.eos_ids)}
         if (needed := candidates(params.beams, len(ends))) > (size := self.model.vocab_size):
             raise RequestError(

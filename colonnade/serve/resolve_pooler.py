@@ -1,4 +1,4 @@
-"""Determines whether a server answers with text, embeddings or classes for a model, and how hidden states are pooled.
+"""Determines whether a server returns text, embeddings or classes for a model, and how hidden states are pooled.
 
     --serve.task auto    text by a causal model, classes by a model with a class head, else embeddings; embeddings by
                          a model that was tuned for them
@@ -29,17 +29,17 @@ def resolve_pooler(model: ModelConfig, folder: Path, serve: ServeConfig, name: s
         check_generates(model, name)
         if serve.pooling is not None:
             raise ConfigError(
-                f"serve.pooling is {serve.pooling}, and applies to embeddings: {name} is served to generate text; add "
-                "--serve.task embed, or leave it out"
+                f"serve.pooling is {serve.pooling}, but applies to embeddings only: {name} is served to generate "
+                "text; add --serve.task embed, or remove it"
             )
         return None
     if cp > 1:
         raise PlanError(
-            f"without generation there is no key/value cache to share over cp={cp} ranks; use --plan.tp, or one server "
-            "for each replica"
+            f"without generation there is no key/value cache to share over cp={cp} ranks; use --plan.tp, or one "
+            "server per replica"
         )
     if serve.batch_invariant:
-        raise ConfigError("serve.batch_invariant applies to generation only; leave it out")
+        raise ConfigError("serve.batch_invariant applies to generation only; remove it")
     if model.task_head == "classes" and serve.task == "auto" and tuned is None:
         return _classifier(model, read_pooling(folder, kind=False), serve)
     stored = StoredPooling(tuned) if tuned is not None else read_pooling(folder, kind=serve.pooling is None)
@@ -52,12 +52,12 @@ def resolve_pooler(model: ModelConfig, folder: Path, serve: ServeConfig, name: s
 def _classifier(model: ModelConfig, stored: StoredPooling, serve: ServeConfig) -> PoolerSpec:
     if serve.pooling is not None:
         raise ConfigError(
-            f"serve.pooling is {serve.pooling}, and this model's class head has a pooler of its own; leave it out, or "
+            f"serve.pooling is {serve.pooling}, but this model's class head has its own pooler; remove it, or "
             "add --serve.task embed for embeddings"
         )
     labels = stored.labels or tuple(f"LABEL_{i}" for i in range(model.classes))
     if len(labels) != model.classes:
-        raise CheckpointError(f"config.json names {len(labels)} classes in id2label, and the model has {model.classes}")
+        raise CheckpointError(f"config.json names {len(labels)} classes in id2label, but the model has {model.classes}")
     activation = stored.activation or "softmax"
     if model.classes == 1 and activation == "softmax":
         activation = "sigmoid"  # the softmax of one logit is always 1

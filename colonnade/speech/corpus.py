@@ -83,7 +83,7 @@ class Corpus:
         finally:  # after an error the others are not read
             pool.shutdown(cancel_futures=True)
         if config.picture and not all(one.phonemes for one in self.recordings):
-            raise DataError(f"{folder}: mouths are drawn from phonemes, and some recordings have none; use speech-tiny")
+            raise DataError(f"{folder}: mouths are drawn from phonemes, but some recordings have none; use speech-tiny")
 
     def frames(self, i: int, speed: float = 1.0) -> int:
         """Frames of recording ``i``."""
@@ -194,7 +194,8 @@ class Corpus:
             return torch.full((self.config.parts * frames,), UNKNOWN)
         if len(one.words) != len(one.text.split(" ")):
             raise DataError(
-                f"{one.audio} has {len(one.words)} times of words and {len(one.text.split(' '))} words; give one a word"
+                f"{one.audio} has {len(one.words)} times of words and {len(one.text.split(' '))} words; give one per "
+                "word"
             )
         space, delay = self.config.letters.index(" ") + 1, delayed_parts(self.config)
         words = [(start / speed, end / speed) for start, end in one.words]

@@ -5,7 +5,7 @@ without its first letter:
 
     P(c | h) = (count(h c) + kinds(h) · P(c | h′)) / (count(h) + kinds(h))        kinds(h): different letters after h
 
-The text is stored as one integer for each place, its next ORDER letters in BITS each, sorted: all counts after a
+The text is stored as one integer for each position, its next ORDER letters in BITS each, sorted: all counts after a
 context are differences of positions that a binary search finds, so there are no tables of n-grams.
 """
 
@@ -22,13 +22,13 @@ from colonnade.errors import ConfigError, DataError
 
 ORDER, BITS = 12, 5
 CACHED = 1 << 16
-"""Most contexts whose probabilities are kept."""
+"""Maximum number of contexts with cached probabilities."""
 START = 0
-"""In the place of a letter: the start of a text, and its end. It is the label of the blank."""
+"""Used instead of a letter: the start of a text, and its end. It is the label of the blank."""
 
 
 class LetterModel:
-    """Probabilities of the next letter after the last ORDER − 1, from texts in a recogniser's letters."""
+    """Probabilities of the next letter after the last ORDER − 1, from text in a recogniser's letters."""
 
     def __init__(self, config: SpeechConfig, texts: Iterable[str]):
         if config.pieces or config.vocab_size > 1 << BITS:
@@ -37,7 +37,7 @@ class LetterModel:
             )
         labels = [label for text in texts if text for label in (START, *config.labels(text))]
         if not labels:
-            raise DataError("a letter model needs text; give some")
+            raise DataError("a letter model needs text; pass some")
         self.labels, self.letters = config.vocab_size, config.letters
         padded = np.array([*labels, *[START] * ORDER], np.int64)
         keys = np.zeros(len(labels), np.int64)
@@ -47,7 +47,7 @@ class LetterModel:
         self._kept: dict[tuple[int, ...], np.ndarray] = {}
 
     def probabilities(self, context: tuple[int, ...]) -> np.ndarray:
-        """P of each label after ``context``, labels of which the first may be START; START is the end of the text."""
+        """P of each label after ``context``, which may begin with START; the next label START ends the text."""
         context = context[-(ORDER - 1) :]
         found = self._kept.get(context)
         if found is None:
@@ -70,7 +70,7 @@ class LetterModel:
 class Fusion(NamedTuple):
     """Adds ``weight`` · log Σ share · P + ``bonus`` of each letter to a hypothesis' score.
 
-    A model of few texts of one's own beside one of much other text is better than one of both.
+    A model of a little in-domain text combined with one of much other text is better than one model of both.
     """
 
     models: tuple[LetterModel, ...]
@@ -101,7 +101,7 @@ class Fusion(NamedTuple):
             )
 
     def logprobs(self, contexts: Sequence[tuple[int, ...]]) -> Tensor:
-        """What is added for each label after each context, (R, V), float64."""
+        """The score added to each label after each context, (R, V), float64."""
         shares = self.shares or (1 / len(self.models),) * len(self.models)
         pairs = list(zip(shares, self.models, strict=True))
         mixed = [np.sum([share * model.probabilities(each) for share, model in pairs], 0) for each in contexts]

@@ -1,10 +1,10 @@
-"""A folder with a teacher's answers, the most likely tokens of each sample, so that it runs once for each.
+"""A folder with a teacher's outputs, the most likely tokens of each sample, so that it runs once per sample.
 
-    cache.json      what the answers belong to: teacher, temperature, sizes
+    cache.json      the source of the outputs: teacher, temperature, sizes
     part-….bin      records of one process, appended: key, checksum, ids (S, k) int32, log-probabilities (S, k) float32
 
 For a classifier S is 1 and k the number of classes. A record's key is a digest of the sample's tokens: any run over the
-same samples finds it, in any order and layout. Each process appends to a file of its own. A record that is torn or
+same samples finds it, in any order and layout. Each process appends to its own file. A record that is torn or
 damaged fails its checksum and is computed again.
 """
 
@@ -31,7 +31,9 @@ class TeacherCache:
     """The records of a folder."""
 
     def __init__(self, folder: Path, identity: Mapping[str, Any], sequence: int, k: int):
-        """Opens or makes ``folder``; raises :class:`ConfigError` if it belongs to something else than ``identity``."""
+        """Opens or creates ``folder``; raises :class:`ConfigError` if it belongs to anything other than
+        ``identity``.
+        """
         self.folder, self.sequence, self.k = folder, sequence, k
         self._record = np.dtype([("key", f"V{KEY_BYTES}"), ("crc", "<u4"), ("body", "<i4", (2, sequence, k))])
         meta = {**identity, "sequence": sequence, "tokens": k}
@@ -91,7 +93,8 @@ class TeacherCache:
                 file.write(record.tobytes())
         except OSError as why:
             raise DataError(
-                f"distill.cache {self.folder} cannot be written: {why.strerror}; free space, or leave it out"
+                f"distill.cache {self.folder} cannot be written: {why.strerror}; free some space, or unset "
+                "distill.cache"
             ) from None
         self._places.setdefault(key, []).append((self._own, number))
 
@@ -106,13 +109,13 @@ class TeacherCache:
             there = json.loads(path.read_text("utf-8"))
         except (OSError, ValueError) as why:
             raise ConfigError(
-                f"distill.cache {self.folder} is no cache of answers that can be used ({why}); give another folder"
+                f"distill.cache {self.folder} is not a usable cache of teacher outputs ({why}); use another folder"
             ) from None
         if there != meta:
             keys = there.keys() | meta.keys() if isinstance(there, dict) else set()
             differ = ", ".join(sorted(key for key in keys if there.get(key) != meta.get(key)))
             raise ConfigError(
-                f"distill.cache {self.folder} belongs to another run: it differs in {differ}; give another folder"
+                f"distill.cache {self.folder} belongs to another run: it differs in {differ}; use another folder"
             )
 
 

@@ -58,7 +58,7 @@ class EncoderResult:
 def finetune_encoder(settings: EncoderTuning, report: Callable[[str], None] = lambda line: None) -> EncoderResult:
     """Train and score all runs; writes ``results.json`` to their folder. Finished runs are not trained again.
 
-    Raises :class:`DataError` for data in another form, :class:`ConfigError` for settings out of range.
+    Raises :class:`DataError` for data in an unknown format, :class:`ConfigError` for settings out of range.
     """
     _check(settings)
     read = READERS[settings.method]
@@ -119,7 +119,7 @@ def make_task(method: str, pair: Pair, rows: Sequence[Any], *others: Sequence[An
 
 
 def check_teacher_labels(teacher: str, labels: Sequence[str]) -> None:
-    """Raise :class:`ConfigError` if the Hugging Face folder ``teacher`` names other classes than ``labels``."""
+    """Raise :class:`ConfigError` if the Hugging Face folder ``teacher`` has classes other than ``labels``."""
     folder = open_model(teacher).path
     names = read_pooling(folder, kind=False).labels if folder.is_dir() else ()
     unnamed = tuple(f"LABEL_{i}" for i in range(len(names)))
@@ -153,7 +153,7 @@ def _check(settings: EncoderTuning) -> None:
     if settings.method not in READERS:
         raise ConfigError(f"--method {settings.method} is not one of {', '.join(READERS)}")
     if not 1 <= settings.seeds <= 100:
-        raise ConfigError(f"--seeds {settings.seeds} is not from 1 to 100; the paper's number is 5")
+        raise ConfigError(f"--seeds {settings.seeds} is not from 1 to 100; BERT's paper uses 5")
     if not 0 < settings.epochs <= 1000:
         raise ConfigError(f"--epochs {settings.epochs} is not from 0 to 1,000")
     if not settings.lrs or not settings.batches or min(settings.batches) < 1:

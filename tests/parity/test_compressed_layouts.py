@@ -139,7 +139,7 @@ def test_a_served_model_takes_it_as_stored(saved) -> None:
 
 def test_refusals(saved, tmp_path) -> None:
     folder, model = saved
-    with pytest.raises(ConfigError, match=r"in int4 already.*leave --serve.weights out"):
+    with pytest.raises(ConfigError, match=r"in int4 already.*remove --serve.weights"):
         api.load(folder, weights="int8", device="cpu")
     write(tmp_path / "m", CONFIG.replace(ffn_width=96), weights="int4", by="nearest")
     with pytest.raises(PlanError, match="cuts a group in two"):

@@ -344,7 +344,7 @@ def test_choices_are_pairs_of_passage_and_answer(start: Path) -> None:
     long = question._replace(passage="king " * 600, question="who " * 200)
     for example in ChoiceTask(Pair(tokenizer, 512), 2).examples([long]):
         assert len(example.tokens) == 512 and sum(example.segments) == 128 + 1
-    with pytest.raises(DataError, match="has 3 options, and others have 2"):
+    with pytest.raises(DataError, match="has 3 options, but others have 2"):
         task.examples([question._replace(options=("a", "b", "c"))])
 
 

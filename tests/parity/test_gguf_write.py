@@ -91,7 +91,7 @@ def test_smollm2_with_its_tokenizer(tmp_path) -> None:
 
 def test_refusals(tmp_path) -> None:
     model = build(LLAMA, dtype=torch.float32).requires_grad_(False)
-    with pytest.raises(ConfigError, match=r"end it with \.gguf"):
+    with pytest.raises(ConfigError, match=r"must end in \.gguf"):
         write_gguf(model, tmp_path / "m")
     (tmp_path / "m.gguf").write_text("here")
     with pytest.raises(CheckpointError, match="exists; use"):

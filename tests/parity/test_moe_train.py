@@ -209,10 +209,10 @@ def test_trained_moe_model_loads_and_generates(corpus: Path, tmp_path: Path) -> 
         (lambda: MOE.replace(capacity=float("inf")), "capacity is inf: input should be a finite number"),
         (lambda: TRAIN.replace(eval_capacity=float("nan")), "eval_capacity.* is nan"),
         (lambda: MOE.replace(router=RouterConfig(groups=3)), "4 experts do not divide into 3 groups"),
-        (lambda: Plan(dp=2, ep=3), "does not divide the 2 of a pipeline stage .* set --plan.dp 3"),
+        (lambda: Plan(dp=2, ep=3), "does not divide the 2 ranks of a pipeline stage .* set --plan.dp 3"),
         (lambda: Plan(dp=4, etp=4, adaptive_r=3), "adaptive_r=3 does not divide the etp=4 ranks"),
         (lambda: RunConfig(model=ModelConfig(vocab_size=9, layers=1, width=8, heads=2, ffn_width=8),
-                           train=TrainConfig(expert_dropout=0.1)), "expert_dropout 0.1 is about experts"),
+                           train=TrainConfig(expert_dropout=0.1)), "expert_dropout 0.1 applies to experts"),
         (lambda: RunConfig(model=ModelConfig(vocab_size=9, layers=1, width=8, heads=2, ffn_width=8, moe=MOE),
                            train=TrainConfig(expert_dropout=0.1, float8="rowwise", dtype="bfloat16")),
          "kernels of experts do not support dropout"),
@@ -223,7 +223,7 @@ def test_trained_moe_model_loads_and_generates(corpus: Path, tmp_path: Path) -> 
         (lambda: Plan(dp=2, ep=2).check(ModelConfig(vocab_size=9, layers=1, width=8, heads=2, ffn_width=8)),
          "this model has none"),
         (lambda: Plan(overlap=2).check(ModelConfig(vocab_size=9, layers=1, width=8, heads=2, ffn_width=8)),
-         "plan.overlap 2 is about experts, and this model has none"),
+         "plan.overlap 2 applies to experts, and this model has none"),
     ],
 )  # fmt: skip
 def test_inconsistent_settings_are_refused(make_settings, message: str) -> None:

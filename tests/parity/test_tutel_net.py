@@ -149,7 +149,7 @@ def _groups() -> None:
     assert net.get_world_size(net.create_standalone_group()) == 1
     assert net.create_groups_from_world(-4).model_size == 4
     for count in (3, -3, 0, 8, -8):
-        with pytest.raises(PlanError, match="4 ranks do not divide into"):
+        with pytest.raises(PlanError, match="4 ranks cannot be divided into"):
             net.create_groups_from_world(count)
 
 

@@ -93,7 +93,7 @@ def test_dropped_choices_match_the_reference(drawn, factor, priority):
     ids, A = choice.ids_TA.tolist(), choice.ids_TA.shape[1]
     moe = config(E, A, factor, priority=priority)
     if ids and factor and not int(abs(factor) * math.ceil(len(ids) / E)):
-        with pytest.raises(ConfigError, match="0 places in every expert"):
+        with pytest.raises(ConfigError, match="0 slots in every expert"):
             apply_capacity(choice, index_T, moe, SOLO)
         return
     top = choice.probs_TE.max(1).values.tolist() if ids else []

@@ -249,7 +249,7 @@ def test_a_prompt_over_the_context_is_refused_with_the_numbers(client: openai.Op
         ({"prompt": "x", "top_logprobs": 1}, "top_logprobs", "top_logprobs=1 is not supported"),
         ({"prompt": "x", "prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "not part of a stream"),
         ({"prompt": "x", "suffix": "y"}, "suffix", "suffix='y' is not supported"),
-        ({"prompt": "x", "stream_options": {"include_usage": True}}, "stream_options", "belong to stream=true"),
+        ({"prompt": "x", "stream_options": {"include_usage": True}}, "stream_options", "needs stream=true"),
         ({}, "prompt", "'prompt' is missing"),
         ({"prompt": ""}, "prompt", "the prompt is empty"),
         ({"prompt": []}, "prompt", "prompt must be a string, a list of token ids"),
@@ -278,7 +278,7 @@ def test_bad_bodies_are_refused_with_the_parameter(running: Running, body, param
     [
         ([], "messages is empty"),
         ("hello", "valid list"),
-        ([{"role": "user"}], "has no content; send a text"),
+        ([{"role": "user"}], "has no content; send text"),
         ([{"role": "bot", "content": "x"}], "'system', 'developer', 'user', 'assistant' or 'tool'"),
         ([{"role": "developer", "content": "x"}], "refuses these messages: unknown role developer"),
         (

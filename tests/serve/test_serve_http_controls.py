@@ -151,7 +151,7 @@ def test_every_form_of_structured_output(client: openai.OpenAI):
         ({"response_format": {"type": "xml"}}, "response_format", "json_object"),
         ({"guided_regex": "("}, "structured_outputs", "regex cannot be compiled"),
         ({"structured_outputs": {"xml": "a"}}, "structured_outputs", "unknown field 'xml'"),
-        ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice", "exclude one another"),
+        ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice", "mutually exclusive"),
         ({"guided_json": {"type": "array", "uniqueItems": True}}, "structured_outputs", "uniqueItems"),
     ],
 )

@@ -218,7 +218,7 @@ def test_replicas_that_die_too_often_are_left_out(tmp_path: Path):
                 other = successor(running, other)
         code, out, err = running.stop(0)
     assert code == 1 and re.fullmatch(r"WorkerError: the engine process was killed by SIGKILL .*\n", err), err
-    assert "died 4 times and is left out, 1 of 2 are left: the engine process was killed by SIGKILL" in out
+    assert "died 4 times and was removed, 1 of 2 are left: the engine process was killed by SIGKILL" in out
 
 
 def test_a_process_that_cannot_be_started_ends_no_other_replica(monkeypatch: pytest.MonkeyPatch):
@@ -343,6 +343,6 @@ def test_replicas_stop_on_a_signal(running: Running):
     pids = [*engines(running), *grammar_pids(running)]
     code, out, err = running.stop(signal.SIGTERM)
     assert (code, err) == (0, "") and out.endswith("\nstopping\n")
-    deaths = out.count("died and is started again: the engine process was killed by SIGKILL")
+    deaths = out.count("died and is being restarted: the engine process was killed by SIGKILL")
     assert deaths == out.count("is up again\n") in (0, 1, 3)  # three with the slow tests
     assert gone(pids) and not list(running.folder.iterdir())

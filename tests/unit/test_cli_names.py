@@ -88,7 +88,7 @@ def test_remedy_for_a_corpus_of_another_tokenizer_works(
         main(["corpus", str(file), "--out", str(other), "--vocab_size", size, "--overwrite"])
         message = error_line(capsys, "train", "--train.pretrained_checkpoint", run, "--data.path", other, *words)
         assert wrong in message
-        assert f"make it again with colonnade corpus … --tokenizer {run}" in message
+        assert f"rebuild it with colonnade corpus … --tokenizer {run}" in message
     remedy = message.partition("--tokenizer ")[2].strip()
     main(["corpus", str(file), "--out", str(other), "--tokenizer", remedy, "--overwrite"])
     main(["train", "--train.pretrained_checkpoint", str(run), "--data.path", str(other), *words])
@@ -119,14 +119,14 @@ def test_folder_is_not_written_under_a_file_name(
     )
     with colonnade.load(run) as model:
         for format in ("hf", "colonnade"):
-            with pytest.raises(CheckpointError, match=f"leave {suffix} out"):
+            with pytest.raises(CheckpointError, match=f"remove the suffix {suffix}"):
                 colonnade.save(model, tmp_path / name, format=format)  # type: ignore[arg-type]
         assert colonnade.save(model, tmp_path / "v1.5") == tmp_path / "v1.5", "a number is not a format"
     assert not (tmp_path / name).exists()
 
 
 def test_output_names_of_another_format_are_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"tokens.parquet names one .parquet file, and a corpus is a folder; leave"):
+    with pytest.raises(DataError, match=r"tokens.parquet names one .parquet file, but a corpus is a folder; remove"):
         build(TEXTS, tmp_path / "tokens.parquet")
     message = error_line(capsys, "verify", "--world", "1", "--out", tmp_path / "results.csv")
     assert "results.csv is a .csv file, and the results are JSON; use a name that ends in .json" in message

@@ -104,13 +104,13 @@ def test_formats_of_others(form, model, tmp_path) -> None:
         (["--format", "hf", "--grid", "affine"], "no integer zero points"),
         (["--tokens", "50"], "have 50 tokens, and a matrix of 96 inputs needs at least 96; raise --tokens"),
         (["--recover", "-2"], "--recover -2 is not a number of steps"),
-        (["--keep", "2"], "leave out --keep"),
+        (["--keep", "2"], "remove --keep"),
         (["--text", "missing.txt"], "cannot read missing.txt"),
-        (["--format", "gguf"], "end it with .gguf"),
+        (["--format", "gguf"], "must end in .gguf"),
         (["--tokens", "0"], "0 calibration tokens"),
-        (["--plan.dp", "2", "--recover", "3"], "run --keep, --merge, --dense and --recover on one"),
+        (["--plan.dp", "2", "--recover", "3"], "run --keep, --merge, --dense and --recover in one process"),
         (["--plan.dp", "2", "--plan.ep", "2"], "this model has none"),
-        (["--plan.dp", "3"], "1, 2, 4 or 8 ranks of dp, not on 3"),
+        (["--plan.dp", "3"], "1, 2, 4 or 8 dp ranks, not on 3"),
     ],
 )
 def test_refusals_are_one_line(words, message, model, tmp_path, capsys) -> None:
@@ -131,11 +131,11 @@ def test_what_does_not_fit_is_refused_before_weights_are_read(model, tmp_path, c
     for source, out, words, message in (
         (model, "m.gguf", ["--format", "gguf", "--weight_group", 64], "--weight_group 64 does not fit GGUF"),
         (model, "m.gguf", ["--format", "gguf", "--grid", "zero"], "--grid zero has low values that float16"),
-        (model, "m", ["--by", "fold", "--weights", "int8"], "no rule to fold scales for int8"),
+        (model, "m", ["--by", "fold", "--weights", "int8"], "no rule for folding scales for int8"),
         (model, "m", ["--merge", 2], "no experts to merge"),
         (model, "m", ["--dense"], "no experts to concatenate"),
         (mixture, "m", ["--merge", 4], "4 experts cannot be merged into 4; use 1 to 3"),
-        (encoder, "m", [], "this one attends in both directions (causal = False); leave them as stored"),
+        (encoder, "m", [], "this one attends in both directions (causal = False); use stored"),
     ):
         with pytest.raises(SystemExit):
             run("compress", source, tmp_path / out, *words)

@@ -185,7 +185,7 @@ def test_the_verb(words, tmp_path, capsys) -> None:
             assert loaded.config.moe.experts == 3
     for bad, message in (
         (["--keep", "1"], "1 of 6 experts cannot be kept"),
-        (["--keep", "3", "--dense"], "leave one out"),
+        (["--keep", "3", "--dense"], "remove one"),
     ):
         with pytest.raises(SystemExit):
             main(["compress", str(tmp_path / "m"), str(tmp_path / "x"), "--text", str(tmp_path / "corpus"), *bad])

@@ -135,7 +135,7 @@ def test_nothing_is_left_of_an_export_that_fails(error, monkeypatch, tmp_path) -
 
 def test_no_compiler(monkeypatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(ConfigError, match=r"no g\+\+ here"):
+    with pytest.raises(ConfigError, match=r"g\+\+ was not found"):
         check_export(ModelConfig(vocab_size=67, layers=1, width=24, heads=4, ffn_width=26, context=64), 64, 16)
 
 
@@ -298,7 +298,7 @@ def test_every_linear_layer_is_in_8_bits(how) -> None:
     pytest.importorskip("torchao")
     graph, cache = graph_in_8_bits(how, 8)
     targets = [str(node.target) for node in graph.graph.nodes]
-    # Four matrices a layer and gate, and the output projection.
+    # Four matrices per layer and gate, and the output projection.
     assert targets.count("quantized_decomposed.dequantize_per_channel.default") == 5 * EIGHT_BITS.layers + 1
     assert targets.count("aten.linear.default") == 5 * EIGHT_BITS.layers + 1
     ids = calibration()[0][:8]
@@ -348,7 +348,7 @@ def test_the_verb_quantises_a_mixture(monkeypatch, tmp_path) -> None:
 
 
 def test_what_pt2e_refuses(monkeypatch, tmp_path) -> None:
-    with pytest.raises(ConfigError, match="not bfloat16; leave --dtype out"):
+    with pytest.raises(ConfigError, match="not bfloat16; remove --dtype"):
         check_pt2e("bfloat16")
     monkeypatch.setitem(sys.modules, "torchao", None)
     with pytest.raises(ConfigError, match=r"pip install 'colonnade\[pt2e\]'"):
@@ -425,7 +425,7 @@ def test_errors_of_packages(exported, tmp_path, capsys) -> None:
         return " ".join(capsys.readouterr().err.split())
 
     assert "run it with --trust" in says("generate", package, "a")
-    assert "is not one; leave it out" in says("generate", model, "a", "--trust")
+    assert "is not one; remove it" in says("generate", model, "a", "--trust")
     assert "runs as it was exported" in says("generate", package, "a", "--trust", "--int8")
     assert "never loaded as a model" in says("eval", package)
     assert "exists already" in says("export", model, package)

@@ -271,7 +271,7 @@ def test_refusals():
     model = small(CONFIGS["llama"])
     with pytest.raises(DataError, match=r"have 5 tokens, and a matrix of 48 inputs needs at least 48"):
         compress(model, Compression(), [TEXTS[0][:5]])
-    with pytest.raises(ConfigError, match=r"no rule to fold scales for int8.*gptq or nearest"):
+    with pytest.raises(ConfigError, match=r"no rule for folding scales for int8.*gptq or nearest"):
         compress(model, Compression(weights="int8", by="fold"), TEXTS)
     compress(model, Compression(by="nearest"))
     with pytest.raises(ConfigError, match="in int4 already"):

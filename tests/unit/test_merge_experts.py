@@ -113,9 +113,9 @@ def test_what_cannot_be_merged(tmp_path) -> None:
             again()
     merged = merge_experts(built(MOES["gated"].replace(family="mixtral")).requires_grad_(False), TEXTS, 3)
     whole = api.Model(merged, None, DistributedContext.solo(torch.device("cpu")), "m")
-    with pytest.raises(CheckpointError, match="cannot express that 6 experts are merged into 3"):
+    with pytest.raises(CheckpointError, match="cannot represent that 6 experts are merged into 3"):
         api.save(whole, tmp_path / "hf", format="hf")
-    with pytest.raises(ConfigError, match="not merged into 6"):
+    with pytest.raises(ConfigError, match="cannot be merged into 6"):
         MoeConfig(experts=6, ffn_width=8, merged=6)
 
 
@@ -148,4 +148,4 @@ def test_merged_quantised_and_served_over_ranks(tmp_path, capfd) -> None:
         assert texts[0] == texts[1]
     with pytest.raises(SystemExit):
         main(["compress", str(tmp_path / "m"), str(tmp_path / "x"), "--merge", "4", "--keep", "4"])
-    assert "leave one out" in " ".join(capfd.readouterr().err.split())
+    assert "remove one" in " ".join(capfd.readouterr().err.split())

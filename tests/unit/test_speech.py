@@ -184,7 +184,7 @@ def test_a_language_model_in_streams_gives_the_text_of_whole_recordings():
     plain, text = (model.recognise(samples, beam=4, fusion=own) for own in (None, fusion))
     assert text != plain, "the language model changes nothing, so nothing is compared"
     assert "".join(listen(model, samples.split(900), beam=4, fusion=fusion)) == text
-    with pytest.raises(ConfigError, match="greedy search has no language model"):
+    with pytest.raises(ConfigError, match="greedy search does not use a language model"):
         model.recognise(samples, fusion=fusion)
 
 
@@ -509,7 +509,7 @@ def test_the_layout_of_lrs3(tmp_path):
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        (None, "00001.txt does not exist, but its film does"),
+        (None, "00001.txt does not exist, but its video does"),
         ("Conf: 4\n", "0 lines that begin with Text:"),
         ("Text:\n", "an empty one"),
         ("Text: A\nText: B\n", "2 lines that begin with Text:"),
@@ -782,7 +782,7 @@ def test_verbs_of_language_models_name_those_of_recognisers(tmp_path, capsys):
             assert "is a speech recogniser" in printed
             assert "colonnade speech listen, serve or align" in printed
     assert not (tmp_path / "out").exists()
-    with pytest.raises(PlanError, match="2 heads do not divide over tp=3"):
+    with pytest.raises(PlanError, match="2 heads cannot be divided over tp=3"):
         SpeechModel(TINY, axes=Axes(tp=Axis("tp", 3, 0)))
 
 

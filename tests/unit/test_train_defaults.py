@@ -87,6 +87,6 @@ def test_dry_run_reports_settings_and_memory(tmp_path: Path, capsys: pytest.Capt
     main([*words, "--device", "cpu"])
     output = capsys.readouterr()
     assert 'dtype = "auto"' in output.out
-    assert "on cpu: float32; memory estimate: 23" in output.err
+    assert "on cpu: float32; memory: about 23" in output.err
     main([*words, "--device", "cuda"])
-    assert "on cuda: bfloat16 with float32 masters, compiled, fused AdamW; memory estimate: " in capsys.readouterr().err
+    assert "on cuda: bfloat16 with float32 masters, compiled, fused AdamW; memory: about " in capsys.readouterr().err

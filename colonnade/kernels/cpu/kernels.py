@@ -124,7 +124,7 @@ def _same_format(weight: Matrix, gate: Matrix) -> bool:
 
 
 def _torch_linear(x_TD: Tensor, weight: Matrix, bias_F: Tensor | None) -> Tensor:
-    """What a CPU uses without the library (:mod:`~colonnade.kernels.linear.skinny_gemm_cpu`)."""
+    """The kernels of a CPU without the library (:mod:`~colonnade.kernels.linear.skinny_gemm_cpu`)."""
     if isinstance(weight, Quantised):
         return skinny_gemm_cpu.quantised_linear(x_TD, weight, bias_F)
     run = skinny_gemm_cpu.skinny_linear if x_TD.dtype in (torch.float32, torch.float64) else reference.linear
@@ -209,9 +209,9 @@ def norm_of(weight_D: Tensor, bias_D: Tensor | None, eps: float, width: int, dty
 
 
 def require(condition: bool, what: str) -> None:
-    """Raise :class:`ConfigError` unless ``condition``; ``what`` says what does not match."""
+    """Raise :class:`ConfigError` unless ``condition``; ``what`` describes the mismatch."""
     if not condition:
-        raise ConfigError(f"{what}; give tensors that match")
+        raise ConfigError(f"{what}; pass matching tensors")
 
 
 # -- the rest of a step ------------------------------------------------------------------------------------------------

@@ -129,7 +129,7 @@ def launch(
     if gate is not None:
         first, bias, second_bias = gate.weight, gate.bias_F, bias_F
         assert (bias is None) == (second_bias is None), "both projections have a bias, or neither"
-    unused = y_TF  # in place of a tensor that is not read
+    unused = y_TF  # placeholder for a tensor that is not read
     stored = _pointers(first, bias, unused), _pointers(second, second_bias, unused)
     blocks = triton.cdiv(outputs, tiles.BN)
     grid = (min(blocks, tiles.programs_per_sm * multiprocessors(x_TD.device) or blocks),)
