@@ -119,7 +119,8 @@ def check_fold(weights: Weights) -> None:
     """Raise :class:`ConfigError` unless there is a rule to fold scales for ``weights``."""
     if weights not in FOLDED:
         raise ConfigError(
-            f"there is no rule for folding scales for {weights}, only for {' and '.join(FOLDED)}; use --by gptq or nearest"
+            f"there is no rule for folding scales for {weights}, only for {' and '.join(FOLDED)}; use --by gptq or "
+            "nearest"
         )
 
 

@@ -61,7 +61,8 @@ class Recording(BaseModel):
     def _check_words(cls, words: tuple[tuple[float, float], ...]) -> tuple[tuple[float, float], ...]:
         for start, end in words:
             if start > end:
-                raise PydanticCustomError("order", f"a word from {start} s to {end} s ends before it starts")
+                message = "a word from {start} s to {end} s ends before it starts"
+                raise PydanticCustomError("order", message, {"start": start, "end": end})
         return words
 
     @property
