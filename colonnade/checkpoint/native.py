@@ -92,6 +92,16 @@ def read_embedding_pooling(folder: Path) -> Pooling | None:
     return pooling if pooling in get_args(Pooling) else None
 
 
+def read_class_names(folder: Path) -> tuple[str, ...]:
+    """The names of the classes of a fine-tuned classifier, by number; empty if the checkpoint has none."""
+    if not is_native(folder):
+        return ()
+    names = read_meta(folder).cursor.get("classes") or ()
+    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+        raise CheckpointError(f"{folder / META} has classes that are not names: {str(names)[:60]}; restore the file")
+    return tuple(names)
+
+
 def save(
     folder: Path,
     model: Transformer,

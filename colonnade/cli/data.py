@@ -179,9 +179,9 @@ def convert(
     from colonnade import api, tune
     from colonnade.checkpoint.atomic_folder import refuse_existing
     from colonnade.checkpoint.gguf.write import check_name
-    from colonnade.checkpoint.hf.pooling import write_pooling
+    from colonnade.checkpoint.hf.pooling import write_class_names, write_pooling
     from colonnade.checkpoint.load_model import open_model
-    from colonnade.checkpoint.native import read_embedding_pooling
+    from colonnade.checkpoint.native import read_class_names, read_embedding_pooling
     from colonnade.tune.upcycle import check_expert_counts
 
     if format == "peft":
@@ -208,8 +208,12 @@ def convert(
     if upcycle:
         model.transformer = tune.upcycle(model.transformer, upcycle, active)
     api.save(model, out, format=format, dtype=dtype, shard_bytes=shard_bytes, overwrite=overwrite)
-    if format == "hf" and (pooling := read_embedding_pooling(open_model(source).path)) is not None:
-        write_pooling(out, pooling, model.config.width)
+    if format == "hf":
+        folder = open_model(source).path
+        if (pooling := read_embedding_pooling(folder)) is not None:
+            write_pooling(out, pooling, model.config.width)
+        if names := read_class_names(folder):
+            write_class_names(out, names)
     console.print(f"{out}: {model.config.parameters:,} parameters, format {format}")
 
 

@@ -141,7 +141,10 @@ def _runs_package(model: str, trust: bool, *, ours: bool) -> bool:
     """Whether ``model`` is an exported package; ``ours``: no flag sets an option that a package cannot change."""
     package = os.path.isfile(f"{model}/package.json")  # noqa: PTH113 - False if it may not be read; without torch
     if trust and not package:
-        raise ConfigError(f"--trust is for packages that colonnade export wrote, and {model} is not one; remove it")
+        raise ConfigError(
+            f"--trust is for packages that colonnade export wrote, and there is no {model}/package.json; check "
+            "the path, or remove --trust"
+        )
     if package and not ours:
         raise ConfigError(
             f"{model} is an exported package, which runs as it was exported; remove --plan, --device, --dtype, "

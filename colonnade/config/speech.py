@@ -167,7 +167,10 @@ class SpeechConfig(Config):
             return [label for word in text.split() for label in self._word_labels(word)]
         unknown = sorted(set(text) - set(self.letters))
         if unknown:
-            raise DataError(f"{text[:60]!r} has {unknown[0]!r}, and the recogniser's letters are {self.letters!r}")
+            raise DataError(
+                f"{text[:60]!r} has {' and '.join(map(repr, unknown[:3]))}, and the recogniser's letters are "
+                f"{self.letters!r}; spell the text in these"
+            )
         return [self.letters.index(letter) + 1 for letter in text]
 
     def _word_labels(self, word: str) -> list[int]:

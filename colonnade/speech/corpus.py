@@ -60,6 +60,13 @@ def _load_int16(folder: Path, recording: Recording) -> np.ndarray:
     return (load_samples(folder, recording) * 32767).round().clip(-32768, 32767).astype(np.int16)
 
 
+def _labels(folder: Path, recording: Recording, config: SpeechConfig) -> list[int]:
+    try:
+        return config.labels(recording.text)
+    except DataError as why:
+        raise DataError(f"the text of {folder / recording.audio}: {why}") from None
+
+
 class Corpus:
     """The recordings of one split."""
 
@@ -69,7 +76,7 @@ class Corpus:
         if noises and not self.noises:
             raise DataError(f"{noises} has no files; put recordings of noise there")
         self.features = features_of(config)
-        self.labels = [config.labels(one.text) for one in self.recordings]
+        self.labels = [_labels(folder, one, config) for one in self.recordings]
         self.letters: list[Tensor] = []
         self.samples: list[np.ndarray] = []
         pool = ThreadPoolExecutor()

@@ -219,6 +219,8 @@ class SpeechModel(nn.Module):
             raise ConfigError("this recogniser's labels are pieces of words, and only letters are aligned; use another")
         sound_TA = self.features(samples)
         labels = self.config.labels(text)
+        if not text.strip():
+            raise DataError("the text to align is empty; pass the words that are spoken")
         if not len(sound_TA):
             raise DataError("a recording of 0 samples has no words; use a longer one")
         y_TD = self.encode(self.frames(sound_TA, pictures), [len(sound_TA)])

@@ -247,6 +247,10 @@ def _check_classifiers(run: RunConfig, teacher: ModelConfig) -> None:
             f"distill.teacher {name} has {teacher.classes} classes and the run's model {model.classes}; use a teacher "
             "with the same labels"
         )
+    if settings.weights not in ("stored", "dense"):
+        raise ConfigError(
+            f"distill.weights {settings.weights} is for teachers that generate text, and {name} classifies; remove it"
+        )
     if model.classes == 1:
         raise ConfigError("distillation compares classes, but a model with classes = 1 has none; remove the teacher")
     if teacher.segments != model.segments:

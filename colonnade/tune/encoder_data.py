@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from colonnade.config import did_you_mean
+from colonnade.config import did_you_mean, plural
 from colonnade.errors import DataError
 
 PAIRS = (
@@ -126,7 +126,11 @@ def label_names(texts: Sequence[Text], known: Sequence[str] = ()) -> list[str]:
     if known:
         for name in names:
             if name not in known:
-                raise DataError(f"the label '{name}' is not in the training data{did_you_mean(name, list(known))}")
+                unknown = [text.first for text in texts if text.label == name]
+                raise DataError(
+                    f"the label '{name}' of {plural(len(unknown), 'text')}, such as {unknown[0][:40]!r}, is not in the "
+                    f"training data{did_you_mean(name, list(known))}"
+                )
         return list(known)
     if len(names) < 2:
         raise DataError(f"all labels are '{names[0]}'; a classifier needs at least two classes")

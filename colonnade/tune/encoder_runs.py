@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from colonnade.checkpoint.hf.pooling import read_pooling
 from colonnade.checkpoint.load_model import load_model, open_for_plan, open_model
+from colonnade.checkpoint.native import read_class_names
 from colonnade.config import AS_TRAINED, DataConfig, Device, EncoderTuning, Plan, RunConfig
 from colonnade.data.tokenizer import Tokenizer
 from colonnade.errors import ConfigError, DataError
@@ -73,8 +74,11 @@ def finetune_encoder(settings: EncoderTuning, report: Callable[[str], None] = la
     if longest > opened.config.context:
         raise ConfigError(f"--sequence {longest} is more than the encoder's context of {opened.config.context}")
     task = make_task(settings.method, Pair(tokenizer, longest), rows, held_out, test)
-    if settings.distill.teacher and isinstance(task, ClassifyTask):
-        check_teacher_labels(settings.distill.teacher, task.labels)
+    class_names = task.labels if isinstance(task, ClassifyTask) else ()
+    if settings.distill.teacher and class_names:
+        check_teacher_labels(settings.distill.teacher, class_names)
+        teacher = predict_with(settings.distill.teacher, task, held_out, settings.device)
+        report(f"teacher {settings.distill.teacher}: {format_metrics(task.score(teacher, held_out))}")
     examples = task.examples(rows)
     predictions: dict[Path, Any] = {}
 
@@ -82,7 +86,7 @@ def finetune_encoder(settings: EncoderTuning, report: Callable[[str], None] = la
         config = _run_config(
             settings, task.config(opened.config), len(examples) // task.choices, longest, seed, lr, batch
         )
-        fit(config, examples, choices=task.choices)
+        fit(config, examples, choices=task.choices, class_names=class_names)
         predictions[config.folder] = predict_with(config.folder, task, held_out, settings.device)
         done = SeedRun(seed, lr, batch, config.folder, task.score(predictions[config.folder], held_out))
         report(f"lr {lr:g} batch {batch} seed {seed}: {format_metrics(done.metrics)}")
@@ -119,9 +123,14 @@ def make_task(method: str, pair: Pair, rows: Sequence[Any], *others: Sequence[An
 
 
 def check_teacher_labels(teacher: str, labels: Sequence[str]) -> None:
-    """Raise :class:`ConfigError` if the Hugging Face folder ``teacher`` has classes other than ``labels``."""
-    folder = open_model(teacher).path
-    names = read_pooling(folder, kind=False).labels if folder.is_dir() else ()
+    """Raise :class:`ConfigError` if ``teacher`` does not classify, or has classes other than ``labels``."""
+    opened = open_model(teacher)
+    if (head := opened.config.task_head) != "classes":
+        raise ConfigError(
+            f"distill.teacher {teacher} has the output head '{head}' and does not classify; fine-tune it first"
+        )
+    folder = opened.path
+    names = read_class_names(folder) or read_pooling(folder, kind=False).labels
     unnamed = tuple(f"LABEL_{i}" for i in range(len(names)))
     if names not in ((), unnamed) and names != tuple(labels):
         raise ConfigError(
@@ -136,11 +145,11 @@ def median_run(runs: Sequence[SeedRun]) -> SeedRun:
     return next(run for run in runs if run.value == middle)
 
 
-def predict_with(folder: Path, task: EncoderTask, rows: Sequence[Any], device: Device) -> Any:
-    """The predictions of a trained run, in this process."""
+def predict_with(source: str | Path, task: EncoderTask, rows: Sequence[Any], device: Device) -> Any:
+    """The predictions of a trained model, in this process."""
     context = DistributedContext.solo(choose_device(Plan(), device))
-    opened = open_for_plan(str(folder), Plan())
-    model: Transformer = load_model(opened, context, "float32", str(folder), AS_TRAINED.layers_on_device, "stored", 64)
+    opened = open_for_plan(str(source), Plan())
+    model: Transformer = load_model(opened, context, "float32", str(source), AS_TRAINED.layers_on_device, "stored", 64)
     return task.predict(model, rows)
 
 
@@ -156,6 +165,11 @@ def _check(settings: EncoderTuning) -> None:
         raise ConfigError(f"--seeds {settings.seeds} is not from 1 to 100; BERT's paper uses 5")
     if not 0 < settings.epochs <= 1000:
         raise ConfigError(f"--epochs {settings.epochs} is not from 0 to 1,000")
+    if settings.distill.init == "layers":
+        raise ConfigError(
+            "--distill.init layers starts the student from the teacher's layers, and here MODEL is its start; remove "
+            "the flag, or use colonnade.tune.fit in Python"
+        )
     if not settings.lrs or not settings.batches or min(settings.batches) < 1:
         raise ConfigError("the grid needs at least one learning rate and one batch size of 1 or more")
 

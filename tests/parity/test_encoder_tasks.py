@@ -17,11 +17,12 @@ from colonnade.checkpoint import native
 from colonnade.checkpoint.hf.write import write_hf
 from colonnade.checkpoint.load_model import open_model
 from colonnade.cli import main
-from colonnade.config import DataConfig, Plan, RunConfig, TrainConfig
+from colonnade.config import DataConfig, Plan, RunConfig, ServeConfig, TrainConfig
 from colonnade.data import Tokenizer
 from colonnade.errors import ConfigError, DataError
 from colonnade.model import IGNORE
 from colonnade.parallel.distributed_context import DistributedContext
+from colonnade.serve.resolve_pooler import resolve_pooler
 from colonnade.train.training_state import TrainingState
 from colonnade.tune.classify import Example, example_feed
 from colonnade.tune.encoder_data import SpanQuestion, read_choices, read_spans, read_texts
@@ -439,6 +440,47 @@ def test_command_with_a_teacher(start: Path, tmp_path: Path, capsys: pytest.Capt
     assert "distillation compares classes, not spans or choices" in " ".join(capsys.readouterr().err.split())
 
 
+def test_class_names_are_kept(start: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The server, the Hugging Face folder and students know the labels of the data by name."""
+    names = ("food", "sport", "weather")
+    file = tmp_path / "data.jsonl"
+    rows = [{"text": WORDS[i], "label": names[-1 - i % 3]} for i in range(12)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = [
+        "finetune",
+        str(start),
+        "--method",
+        "classify",
+        "--data",
+        str(file),
+        "--held_out",
+        str(file),
+        "--seeds",
+        "1",
+    ]
+    words += ["--epochs", "0.5", "--batches", "6", "--sequence", "24", "--device", "cpu", "--runs", str(tmp_path)]
+    main([*words, "--name", "teacher"])
+    folder = json.loads((tmp_path / "teacher" / "results.json").read_text())["median"]["folder"]
+    opened = open_model(folder)
+    spec = resolve_pooler(opened.config, opened.path, ServeConfig(), "it", cp=1)
+    assert spec is not None and spec.labels == names
+    main(["convert", folder, str(tmp_path / "hf")])
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert config["id2label"] == {"0": "food", "1": "sport", "2": "weather"} and config["label2id"]["sport"] == 1
+    capsys.readouterr()
+    main([*words, "--name", "student", "--distill.teacher", folder])
+    assert f"teacher {folder}: accuracy" in capsys.readouterr().out
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows if row["label"] != "food"))
+    for learn, message in (
+        (["--distill.teacher", folder], "has the classes food, sport, weather and the data sport, weather"),
+        (["--distill.teacher", str(start)], "has the output head 'masked' and does not classify"),
+        (["--distill.teacher", folder, "--distill.init", "layers"], "here MODEL is its start"),
+    ):
+        with pytest.raises(SystemExit):
+            main([*words, "--name", "other", *learn])
+        assert message in " ".join(capsys.readouterr().err.split())
+
+
 def test_settings(start: Path, tmp_path: Path) -> None:
     file = write_data(tmp_path, "classify")
     settings = {"model": str(start), "method": "classify", "data": file, "held_out": file, "runs": tmp_path}
@@ -450,7 +492,7 @@ def test_settings(start: Path, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=message):
             finetune_encoder(EncoderTuning(**settings | changes))
     rows = read_texts(file)
-    with pytest.raises(DataError, match="the label '7' is not in the training data"):
+    with pytest.raises(DataError, match="the label '7' of 1 text, such as '.*', is not in the training data"):
         make_task("classify", Pair(Tokenizer.from_file(start), 24), rows, [rows[0]._replace(label="7")])
     with pytest.raises(DataError, match="all labels are '0'"):
         make_task("classify", Pair(Tokenizer.from_file(start), 24), rows[:1])

@@ -425,7 +425,7 @@ def test_errors_of_packages(exported, tmp_path, capsys) -> None:
         return " ".join(capsys.readouterr().err.split())
 
     assert "run it with --trust" in says("generate", package, "a")
-    assert "is not one; remove it" in says("generate", model, "a", "--trust")
+    assert "and there is no" in says("generate", model, "a", "--trust")
     assert "runs as it was exported" in says("generate", package, "a", "--trust", "--int8")
     assert "never loaded as a model" in says("eval", package)
     assert "exists already" in says("export", model, package)

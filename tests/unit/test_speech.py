@@ -537,7 +537,7 @@ def test_folders_without_films_and_letters_that_are_unknown(tmp_path):
     film.parent.mkdir()
     film.write_bytes(b"no film")
     film.with_suffix(".txt").write_text("Text: IN 1990\n")
-    with pytest.raises(DataError, match="'in 1990' has '0', and the recogniser's letters are"):
+    with pytest.raises(DataError, match="'in 1990' has '0' and '1' and '9', and the recogniser's letters are"):
         fit.Corpus(tmp_path, TINY, "train")
 
 

@@ -9,6 +9,7 @@ Anything else is refused: the vectors would differ from the model's.
 """
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,17 @@ def write_pooling(folder: Path, kind: Pooling, width: int) -> None:
         for i, (name, path) in enumerate(modules)
     ]
     (folder / "modules.json").write_text(json.dumps(entries, indent=2), "utf-8")
+
+
+def write_class_names(folder: Path, names: Sequence[str]) -> None:
+    """Name the classes in the ``config.json`` of a classifier's folder."""
+    file = folder / "config.json"
+    values = read_json(file)
+    values |= {
+        "id2label": {str(i): name for i, name in enumerate(names)},
+        "label2id": {n: i for i, n in enumerate(names)},
+    }
+    file.write_text(json.dumps(values, indent=2) + "\n", "utf-8")
 
 
 def _read_modules(file: Path, with_kind: bool) -> tuple[Pooling | None, bool]:
