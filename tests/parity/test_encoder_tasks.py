@@ -492,7 +492,7 @@ def test_settings(start: Path, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=message):
             finetune_encoder(EncoderTuning(**settings | changes))
     rows = read_texts(file)
-    with pytest.raises(DataError, match="the label '7' of 1 text, such as '.*', is not in the training data"):
+    with pytest.raises(DataError, match=r"the label '7' of 1 text, such as '.*', is not in the training data"):
         make_task("classify", Pair(Tokenizer.from_file(start), 24), rows, [rows[0]._replace(label="7")])
     with pytest.raises(DataError, match="all labels are '0'"):
         make_task("classify", Pair(Tokenizer.from_file(start), 24), rows[:1])
