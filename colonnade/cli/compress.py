@@ -92,6 +92,7 @@ def compress(
     from colonnade.compress.ranks import check_count
     from colonnade.config.feature_checks import check_quantised
     from colonnade.parallel.launch import launch
+    from colonnade.tune.expert_subsets import check_subsets
     from colonnade.tune.merge_experts import check_merge
     from colonnade.tune.prune_experts import check_keep
     from colonnade.tune.to_dense import dense_config
@@ -139,7 +140,7 @@ def compress(
     if weights is not None and weights != "sparse24":
         check_quantised(config, weights, weight_group, tp=1)
     if keep is not None:
-        check_keep(config, keep)
+        (check_subsets if score == "output" else check_keep)(config, keep)
     if merge is not None:
         check_merge(config, merge)
     if dense:

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from colonnade.compress.sparse24 import is_sparse24
 from colonnade.compress.ternary_training import TernaryExperts, round_bfloat16
 from colonnade.errors import ConfigError, DataError
-from colonnade.kernels.linear.quantise import Quantised, int4_scales, round_inputs, to_float, unpack_int4
+from colonnade.kernels.linear.quantise import Quantised, int4_scales, round_inputs, to_float, to_rows, unpack_int4
 from colonnade.model import Hidden, Packed, Stream, Transformer
 from colonnade.model.moe import Routing
 from colonnade.model.moe.experts import Experts
@@ -110,7 +110,7 @@ class _Layer:
 
     def __init__(self, module: Linear):
         assert module.quantised is not None
-        self.module, self.weight = module, module.quantised
+        self.module, self.weight = module, to_rows(module.quantised)  # an engine stores it in blocks
         self.low = self.zero = self.first_low = None
         if self.weight.kind != "int4":
             self.first_scale = self.weight.scales.clone()

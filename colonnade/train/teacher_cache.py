@@ -42,8 +42,8 @@ class TeacherCache:
         """The records of each key: several after a damaged one was computed again."""
         self._scanned: dict[Path, int] = {}
         """Records of each file that are known."""
-        self.scan()
         self._own = folder / f"part-{uuid.uuid4().hex}.bin"
+        self.scan()
 
     def __len__(self) -> int:
         """The number of samples."""
@@ -51,7 +51,7 @@ class TeacherCache:
 
     def scan(self) -> None:
         """Find the records that other processes have added."""
-        for path in sorted(self.folder.glob("part-*.bin")):
+        for path in sorted({*self.folder.glob("part-*.bin")} - {self._own}):
             known, count = self._scanned.get(path, 0), path.stat().st_size // self._record.itemsize
             with path.open("rb") as file:
                 for number in range(known, count):

@@ -31,6 +31,17 @@ MAX_SUBSETS = 12_870
 """8 of 16 experts."""
 
 
+def check_subsets(config: ModelConfig, keep: int) -> None:
+    """Raise :class:`ConfigError` unless :func:`keep_by_output` can choose ``keep`` experts of a layer."""
+    check_keep(config, keep)
+    experts = 0 if config.moe is None else config.moe.experts
+    if (subsets := math.comb(experts, keep)) > MAX_SUBSETS:
+        raise ConfigError(
+            f"{keep} of {experts} experts are {subsets:,} subsets, more than the {MAX_SUBSETS:,} that are tried; "
+            "use --score reap"
+        )
+
+
 @torch.no_grad()
 def keep_by_output(
     model: Transformer,
@@ -44,14 +55,9 @@ def keep_by_output(
     ``keep`` and too many subsets, :class:`DataError` without text.
     """
     check_transformer(model)
-    check_keep(model.config, keep)
+    check_subsets(model.config, keep)
     moe = model.config.moe
     assert moe is not None
-    if (subsets := math.comb(moe.experts, keep)) > MAX_SUBSETS:
-        raise ConfigError(
-            f"{keep} of {moe.experts} experts are {subsets:,} subsets, more than the {MAX_SUBSETS:,} that are tried; "
-            "use --score reap"
-        )
     layers = {
         int(name.split(".")[1]): module
         for name, module in model.named_modules()

@@ -19,6 +19,7 @@ from colonnade.errors import ConfigError, DataError, PlanError
 from colonnade.model import Hidden, Packed, Stream, Transformer
 from colonnade.model.moe import Routing
 from colonnade.model.weight_memory import WeightMemory
+from colonnade.model.weight_only_quant import quantised_kind
 
 
 def check_transformer(model: object) -> None:
@@ -27,6 +28,12 @@ def check_transformer(model: object) -> None:
         return
     remedy = "give its .transformer" if hasattr(model, "transformer") else "give a colonnade.model.Transformer"
     raise ConfigError(f"expected a Transformer, not a {type(model).__name__}; {remedy}")
+
+
+def check_dense(model: Transformer) -> None:
+    """Raise :class:`ConfigError` for quantised weights, which have no rows to choose or to append."""
+    if (kind := quantised_kind(model)) is not None:
+        raise ConfigError(f"this model's weights are in {kind}; load it with weights='dense'")
 
 
 def route(model: Transformer, text: Tensor) -> Routing:
@@ -67,8 +74,8 @@ def measure(model: Transformer, texts: Iterable[Tensor]) -> Tensor:
 def prune(model: Transformer, load_LE: Tensor, keep: int) -> Transformer:
     """A new model with the ``keep`` experts of each layer that have the highest load, in their order.
 
-    ``model`` is whole, on one process. Raises :class:`PlanError` for a sharded model, :class:`ConfigError` for an
-    impossible ``keep``, loads of a different model, and expert groups that would become unequal.
+    ``model`` is whole, on one process. Raises :class:`PlanError` for a sharded model, :class:`ConfigError` for a
+    quantised one, an impossible ``keep``, loads of another model, and expert groups, which would become unequal.
     """
     check_transformer(model)
     if (ranks := model.axes.experts.tokens.size) > 1:
@@ -76,6 +83,7 @@ def prune(model: Transformer, load_LE: Tensor, keep: int) -> Transformer:
             f"pruning needs the whole model in one process, but this one is sharded over {ranks}; load it without a "
             "plan"
         )
+    check_dense(model)
     config = pruned_config(model.config, load_LE, keep)
     sample = next(model.parameters())
     WeightMemory(config, sample.dtype, sample.device).check(f"the model with {keep} experts")

@@ -16,7 +16,7 @@ from colonnade.errors import ConfigError, PlanError
 from colonnade.model import Transformer
 from colonnade.model.weight_memory import WeightMemory
 from colonnade.tune.expert_scores import ExpertScores
-from colonnade.tune.prune_experts import check_transformer
+from colonnade.tune.prune_experts import check_dense, check_transformer
 
 DENSE_FAMILY = {"mixtral": "llama", "qwen2_moe": "qwen2", "qwen3_moe": "qwen3"}
 """The families of dense models with the same layers."""
@@ -53,6 +53,7 @@ def to_dense(model: Transformer, scores: ExpertScores, keep: int | None = None) 
         raise PlanError(
             f"this needs the whole model in one process, but it is sharded over {ranks}; load it without a plan"
         )
+    check_dense(model)
     moe = model.config.moe
     keep = keep or (1 if moe is None else moe.active)
     config = dense_config(model.config, keep)

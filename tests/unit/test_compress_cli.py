@@ -124,8 +124,12 @@ def test_refusals_are_one_line(words, message, model, tmp_path, capsys) -> None:
 def test_what_does_not_fit_is_refused_before_weights_are_read(model, tmp_path, capsys, monkeypatch) -> None:
     encoder = encoders.write(tmp_path / "encoder", encoders.config())
     context, moe = DistributedContext.solo(torch.device("cpu")), MoeConfig(experts=4, active=2, ffn_width=16)
-    mixture = api.save(
-        api.Model(initialise(Transformer(CONFIG.replace(moe=moe)), 1), None, context, "e"), tmp_path / "mixture"
+    mixture, many = (
+        api.save(
+            api.Model(initialise(Transformer(CONFIG.replace(moe=each)), 1), None, context, "e"),
+            tmp_path / str(each.experts),
+        )
+        for each in (moe, moe.replace(experts=18))
     )
     monkeypatch.setattr(api, "load", lambda *_, **__: pytest.fail("weights were read"))
     for source, out, words, message in (
@@ -135,6 +139,7 @@ def test_what_does_not_fit_is_refused_before_weights_are_read(model, tmp_path, c
         (model, "m", ["--merge", 2], "no experts to merge"),
         (model, "m", ["--dense"], "no experts to concatenate"),
         (mixture, "m", ["--merge", 4], "4 experts cannot be merged into 4; use 1 to 3"),
+        (many, "m", ["--keep", 9, "--score", "output"], "9 of 18 experts are 48,620 subsets"),
         (encoder, "m", [], "this one attends in both directions (causal = False); use stored"),
     ):
         with pytest.raises(SystemExit):

@@ -7,6 +7,7 @@ import torch
 
 from colonnade import api
 from colonnade.cli import main
+from colonnade.compress import Compression, compress
 from colonnade.config import ModelConfig, MoeConfig
 from colonnade.errors import CheckpointError, ConfigError, DataError
 from colonnade.model import Packed, Rows, Stream, Transformer
@@ -115,6 +116,11 @@ def test_what_cannot_be_merged(tmp_path) -> None:
     whole = api.Model(merged, None, DistributedContext.solo(torch.device("cpu")), "m")
     with pytest.raises(CheckpointError, match="cannot represent that 6 experts are merged into 3"):
         api.save(whole, tmp_path / "hf", format="hf")
+    scores, quantised = score_experts(model, TEXTS), built(MOES["gated"], dtype=torch.float32).requires_grad_(False)
+    compress(quantised, Compression(weights="int8", by="nearest"))
+    for choose in (lambda: prune(quantised, scores.load_LE, 4), lambda: to_dense(quantised, scores)):
+        with pytest.raises(ConfigError, match="weights are in int8; load it with weights='dense'"):
+            choose()
     with pytest.raises(ConfigError, match="cannot be merged into 6"):
         MoeConfig(experts=6, ffn_width=8, merged=6)
 
