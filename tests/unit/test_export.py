@@ -411,7 +411,7 @@ def test_turns_reuse_the_cache(exported) -> None:
     torch.testing.assert_close(package.logits(first), Package(exported[1], trust=True).logits(first), rtol=0, atol=1e-5)
     with pytest.raises(RequestError, match="maximum context length is 96"):
         package.stream([1] * 96, SamplingParams())
-    with pytest.raises(RequestError, match="does not know echo"):
+    with pytest.raises(RequestError, match="does not support echo"):
         package.stream([1], SamplingParams(echo=True))
 
 
@@ -428,7 +428,7 @@ def test_errors_of_packages(exported, tmp_path, capsys) -> None:
     assert "and there is no" in says("generate", model, "a", "--trust")
     assert "runs as it was exported" in says("generate", package, "a", "--trust", "--int8")
     assert "never loaded as a model" in says("eval", package)
-    assert "exists already" in says("export", model, package)
+    assert "already exists" in says("export", model, package)
 
     damaged = tmp_path / "damaged"
 
