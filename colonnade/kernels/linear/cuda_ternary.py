@@ -1,16 +1,17 @@
 """Ternary words times a few rows in CUDA C++ for Hopper (cuda_ternary.cu): supported inputs, tables, launch.
 
-The same product as :mod:`~colonnade.kernels.linear.triton_ternary`, which handles everything else: float32, 32 weights
-a word, biases, other activations than silu, other GPUs, and machines without NVRTC. A word is looked up in two tables of
-32 KB, which each block has in shared memory; so is all that the block reads of the weights, which bulk copies bring while
-x is written as columns. The lanes of a warp are 32 outputs at the same columns, so their terms of x lie in different banks.
+The same product as :mod:`~colonnade.kernels.linear.triton_ternary`, which handles everything else: float32, 32
+weights a word, biases, other activations than silu, other GPUs, and machines without NVRTC. Each block has in shared
+memory: two tables of 32 KB, in which it looks words up; x as columns; and all weights that it reads, which bulk copies
+bring while x is written. The lanes of a warp are 32 outputs at the same column, so their terms of x lie in different
+banks.
 """
 
 import functools
 import logging
 import struct
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
@@ -53,10 +54,11 @@ def tables(trits: int, device: torch.device | str = "cpu") -> Tensor:
             ranges.append(first | zero << 16 | NEVER << 24)
             continue
         border = begins[block] - first
-        assert alone or border >= RANGE or begins[min(block + 1, len(begins) - 1)] - first >= RANGE or block + 1 == len(begins)
+        assert alone or border >= RANGE or block + 1 == len(begins) or begins[block + 1] - first >= RANGE
         ranges.append(begins[block - 1] | last[first] << 16 | (NEVER if alone or border >= RANGE else border) << 24)
-    least = ternary.NONZERO[trits] - 1
-    rests = [each + [zero] * (least - len(each)) for each in places if len(each) <= least and (not each or each[-1] < zero - 4)]
+    most = ternary.NONZERO[trits] - 1
+    rests = [each for each in places if len(each) <= most and (not each or each[-1] < zero - 4)]
+    rests = [each + [zero] * (most - len(each)) for each in rests]
     words = ranges + [sum(offset << 8 * j for j, offset in enumerate(each)) for each in rests]
     words += [0] * (-len(words) % 4)  # bulk copies take multiples of 16 bytes
     return torch.tensor([word - (word >> 31 << 32) for word in words], dtype=torch.int32).to(device)
@@ -77,21 +79,35 @@ def _device_supported(device: torch.device) -> bool:
     return reason is None
 
 
-def supports(x: Tensor, matrix: Quantised, gate: Quantised | None, activation: str, *, bias: bool) -> bool:
-    """Whether the kernel supports this product of rows of ``x``; the rows' number does not matter."""
+class Routing(TypedDict, total=False):
+    """A product by experts: rows' choices and experts' ends, the gate's matrix, routing weights, activation."""
+
+    order: Tensor | None
+    ends: Tensor | None
+    gate: Quantised | None
+    routing: Tensor | None
+    activation: str
+
+
+def supports(
+    x: Tensor, matrix: Quantised, *, order: Tensor | None = None, ends: Tensor | None = None,
+    gate: Quantised | None = None, routing: Tensor | None = None, activation: str = "",
+) -> bool:  # fmt: skip
+    """Whether the kernel supports this product of rows of ``x``, without bias; their number does not matter."""
     parts = [matrix] if gate is None else [matrix, gate]
     return (
         x.is_cuda
         and x.dtype in (torch.bfloat16, torch.float16)
         and x.stride(-1) == 1
         and matrix.group in TRITS
-        and not bias
         and activation in ("", "silu")
+        and all(each is None or each.dtype == torch.int64 for each in (order, ends))
+        and (routing is None or (routing.is_contiguous() and routing.dtype in (x.dtype, torch.float32)))
         and all(part.values.is_contiguous() and part.values.data_ptr() % 16 == 0 for part in parts)
         and all(part.scales.is_contiguous() and part.scales.dtype == torch.bfloat16 for part in parts)
         and matrix.outputs * matrix.values.shape[-1] % 8 == 0  # each expert begins at a multiple of 16 bytes
         and _device_supported(x.device)
-        and _layout(matrix, len(parts), multiprocessors(x.device), shared_memory_bytes(x.device)) is not None
+        and _layout(matrix, len(parts), x.device) is not None
     )
 
 
@@ -118,7 +134,8 @@ def layout(outputs: int, words: int, trits: int, matrices: int, processors: int,
     return None
 
 
-def _layout(matrix: Quantised, matrices: int, processors: int, limit: int) -> Layout | None:
+def _layout(matrix: Quantised, matrices: int, device: torch.device) -> Layout | None:
+    processors, limit = multiprocessors(device), shared_memory_bytes(device)
     return layout(matrix.outputs, matrix.values.shape[-1], matrix.group, matrices, processors, limit)
 
 
@@ -163,7 +180,7 @@ def launch(
 ) -> None:
     """y = rows of x by a matrix, or by that of the row's expert; arguments as in :mod:`triton_ternary`."""
     device, words, trits = x.device, matrix.values.shape[-1], matrix.group
-    found = _layout(matrix, 1 if gate is None else 2, multiprocessors(device), shared_memory_bytes(device))
+    found, second = _layout(matrix, 1 if gate is None else 2, device), matrix if gate is None else gate
     assert found is not None, "supports() says so"
     constants = macros(
         trits, words, x.dtype, gated=gate is not None, silu=activation == "silu", routed=ends is not None,
@@ -174,8 +191,8 @@ def launch(
         return 0 if tensor is None else tensor.data_ptr()
 
     arguments = ARGUMENTS.pack(
-        at(x), at(order), at(ends), at(routing), at(matrix.values), at(gate and gate.values), at(tables(trits, device)),
-        at(matrix.scales), at(gate and gate.scales), at(y), x.stride(0), matrix.outputs, matrix.inputs, words,
+        at(x), at(order), at(ends), at(routing), at(matrix.values), at(second.values), at(tables(trits, device)),
+        at(matrix.scales), at(second.scales), at(y), x.stride(0), matrix.outputs, matrix.inputs, words,
         0 if ends is None else len(ends), max(1, active), found.blocks, -(-matrix.outputs // BN), found.most,
     )  # fmt: skip
     kernel = _kernel(tuple(constants.items()), found.shared_bytes, device)

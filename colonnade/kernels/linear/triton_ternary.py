@@ -7,6 +7,9 @@ and k sums, and not n of each. The lanes of a warp have the same word of 32 outp
 the n inputs of this word, 36 to 64 bytes, which one access of the level-1 cache reads. Each row of x is a program of
 its own: rows share nothing but the caches, and their results do not depend on each other.
 
+On a Hopper GPU most products take the kernel in CUDA C++ (:mod:`~colonnade.kernels.linear.cuda_ternary`), with its
+tables in shared memory.
+
 ``TWO_LEVELS``: a table of 256 KB is looked up in 88 KB. Words ascend as numbers, so those with the same last place and
 sign are consecutive, and count the words of the places before it in the same order: a table of bytes has the block of a
 word, a second one where the block begins, a third the places of the difference.
@@ -22,7 +25,7 @@ from torch import Tensor
 from triton import language as tl
 
 from colonnade.kernels.experts.triton_activation import activate
-from colonnade.kernels.linear import ternary
+from colonnade.kernels.linear import cuda_ternary, ternary
 from colonnade.kernels.linear.quantise import Quantised
 from colonnade.kernels.triton_constants import constexprs
 
@@ -214,9 +217,9 @@ def select_tiles(weight: Quantised, rows: int) -> Tiles:
 
 
 def linear(x_TD: Tensor, weight: Quantised, tiles: Tiles | None = None) -> Tensor:
-    """y_TF (see :func:`reference.quantised_linear`), a program for each row and block of outputs."""
+    """y_TF (see :func:`reference.quantised_linear`); ``tiles`` asks for this kernel, and not the one in CUDA C++."""
     y_TF = x_TD.new_empty(len(x_TD), weight.outputs)
-    _launch(x_TD, weight, y_TF, tiles=tiles or select_tiles(weight, len(x_TD)))
+    _launch(x_TD, weight, y_TF, tiles=tiles)
     return y_TF
 
 
@@ -239,12 +242,10 @@ def routed_rows(
     R = len(order_R)
     h, y = x_TD.new_empty(R, up.outputs), x_TD.new_empty(R, down.outputs)
     _launch(
-        x_TD, up, h, tiles=tiles or select_tiles(up, R), order=order_R, ends=ends_E, active=weights_TA.shape[1],
+        x_TD, up, h, tiles=tiles, order=order_R, ends=ends_E, active=weights_TA.shape[1],
         bias=up_b, gate=gate, gate_bias=gate_b, activation=activation,
     )  # fmt: skip
-    _launch(
-        h, down, y, tiles=tiles or select_tiles(down, R), order=order_R, ends=ends_E, bias=down_b, routing=weights_TA
-    )
+    _launch(h, down, y, tiles=tiles, order=order_R, ends=ends_E, bias=down_b, routing=weights_TA)
     return y
 
 
@@ -253,7 +254,7 @@ def _launch(
     matrix: Quantised,
     y: Tensor,
     *,
-    tiles: Tiles,
+    tiles: Tiles | None,
     order: Tensor | None = None,
     ends: Tensor | None = None,
     active: int = 0,
@@ -265,6 +266,13 @@ def _launch(
 ) -> None:
     if not y.numel():
         return
+    given: cuda_ternary.Routing = {
+        "order": order, "ends": ends, "gate": gate, "routing": routing, "activation": activation
+    }  # fmt: skip
+    if tiles is None and bias is None and gate_bias is None and cuda_ternary.supports(x, matrix, **given):
+        cuda_ternary.launch(x, matrix, y, active=active, **given)
+        return
+    tiles = tiles or select_tiles(matrix, len(y))
     words, trits = matrix.values.shape[-1], matrix.group
     per = 4 if words % 4 == 0 else 2 if words % 2 == 0 else 1
     dtype = {4: torch.int64, 2: torch.int32, 1: torch.int16}[per]
