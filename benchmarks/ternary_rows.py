@@ -130,11 +130,15 @@ def _row(name: str, rows: int, kind: str, s: float, size: int) -> dict[str, Cell
 
 
 def tune() -> None:
-    from colonnade.kernels.linear import triton_ternary
+    from colonnade.kernels.linear import cuda_ternary, triton_ternary
 
     for name, (outputs, inputs) in SHAPES.items():
         each = copies(random_ternary(outputs, inputs, 18, "cuda"), 64)
         x = torch.randn(1, inputs, device="cuda", dtype=torch.bfloat16)
+        y = x.new_empty(1, outputs)
+        for warps in (8, 12, 16, 20, 32):
+            s = replayed(lambda i: cuda_ternary.launch(x, each[i], y, warps=warps), len(each), "cuda", rounds=5)  # noqa: B023
+            print(f"{name} 18: {1e6 * s:.2f} us in CUDA C++, {warps} warps", flush=True)
         tried = []
         for two, splits, unroll in itertools.product((False, True), (4, 8, 16), (1, 2)):
             tiles = triton_ternary.Tiles(triton_ternary.BN, splits, unroll, splits, two)

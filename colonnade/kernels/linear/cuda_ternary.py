@@ -121,22 +121,24 @@ class Layout(NamedTuple):
 
 
 @functools.cache
-def layout(outputs: int, words: int, trits: int, matrices: int, processors: int, limit: int) -> Layout | None:
+def layout(
+    outputs: int, words: int, trits: int, matrices: int, processors: int, limit: int, warps: int = WARPS
+) -> Layout | None:
     """Of a row's outputs: the fewest blocks, in whole rounds of the SMs, whose tiles fit the shared memory."""
     tiles = -(-outputs // BN)
     fixed = 4 * len(tables(trits)) + -(-(4 * trits + 4) * words // 16) * 16 + 8
     for rounds in range(1, tiles // processors + 2):
         blocks = min(tiles, rounds * processors)
         most = -(-tiles // blocks)
-        shared = fixed + most * matrices * (64 * words + 4 * 32 * WARPS + 8)
+        shared = fixed + most * matrices * (64 * words + 4 * 32 * warps + 8)
         if shared <= limit:
             return Layout(blocks, most, shared)
     return None
 
 
-def _layout(matrix: Quantised, matrices: int, device: torch.device) -> Layout | None:
+def _layout(matrix: Quantised, matrices: int, device: torch.device, warps: int = WARPS) -> Layout | None:
     processors, limit = multiprocessors(device), shared_memory_bytes(device)
-    return layout(matrix.outputs, matrix.values.shape[-1], matrix.group, matrices, processors, limit)
+    return layout(matrix.outputs, matrix.values.shape[-1], matrix.group, matrices, processors, limit, warps)
 
 
 def macros(
@@ -177,14 +179,15 @@ def launch(
     gate: Quantised | None = None,
     routing: Tensor | None = None,
     activation: str = "",
+    warps: int = WARPS,
 ) -> None:
     """y = rows of x by a matrix, or by that of the row's expert; arguments as in :mod:`triton_ternary`."""
     device, words, trits = x.device, matrix.values.shape[-1], matrix.group
-    found, second = _layout(matrix, 1 if gate is None else 2, device), matrix if gate is None else gate
+    found, second = _layout(matrix, 1 if gate is None else 2, device, warps), matrix if gate is None else gate
     assert found is not None, "supports() says so"
     constants = macros(
         trits, words, x.dtype, gated=gate is not None, silu=activation == "silu", routed=ends is not None,
-        tokens=active > 0, weighted=0 if routing is None else routing.element_size(),
+        tokens=active > 0, weighted=0 if routing is None else routing.element_size(), warps=warps,
     )  # fmt: skip
 
     def at(tensor: Tensor | None) -> int:
@@ -197,4 +200,4 @@ def launch(
     )  # fmt: skip
     kernel = _kernel(tuple(constants.items()), found.shared_bytes, device)
     with torch.cuda.device(device):
-        kernel.launch(len(y) * found.blocks, 32 * WARPS, arguments)
+        kernel.launch(len(y) * found.blocks, 32 * warps, arguments)
