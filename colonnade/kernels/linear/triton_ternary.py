@@ -34,7 +34,7 @@ MAX_ROWS = 64
 BN, FEW_BLOCKS = 32, 256
 """Outputs of a program, a warp's lanes; blocks of outputs below which inputs are split more."""
 TWO_LEVEL_WORDS = 1 << 22
-"""Words of a launch from which the tables of two levels are faster: they fill the level-1 caches sooner, with 88 KB."""
+"""Words of a matrix from which the tables of two levels are faster: they fill the level-1 caches sooner, with 88 KB."""
 PRESENT, NEGATIVE = 32, 128
 """Bits of a byte of :func:`places`; the lower five are the place."""
 
@@ -163,10 +163,11 @@ def _product(x_row, matrix, row, valid, inputs, units, tables, C: tl.constexpr):
     for first in range(0, step, C.UNROLL):
         for i in tl.static_range(C.UNROLL):
             u = start + first + i
-            unit = tl.load(w_row + u, (u < last) & valid[None, :], 0)
+            inside = (u < last) & valid[None, :]
+            unit, limit = tl.load(w_row + u, inside, 0), tl.where(inside, inputs, 0)  # word 0 is not always empty
             for j in tl.static_range(C.PER):
                 word = (unit >> (16 * j)).to(tl.int32) & 0xFFFF
-                total += _word(word, x_row, (u * C.PER + j) * C.TRITS, inputs, tables, C)
+                total += _word(word, x_row, (u * C.PER + j) * C.TRITS, limit, tables, C)
     return tl.sum(total, 0)
 
 
@@ -207,9 +208,12 @@ def ternary_kernel(
     tl.store(y_ptr + r.to(tl.int64) * outputs + f, y.to(y_ptr.dtype.element_ty), valid)
 
 
-def select_tiles(weight: Quantised, rows: int) -> Tiles:
-    """Measured on an H200 for words of 18 weights; the splits are for enough warps where outputs are few."""
-    blocks = rows * triton.cdiv(weight.outputs, BN)
+def select_tiles(weight: Quantised) -> Tiles:
+    """Measured on an H200 for words of 18 weights; the splits are for enough warps where outputs are few.
+
+    The number of rows does not matter: a row's sums have one order.
+    """
+    blocks = triton.cdiv(weight.outputs, BN)
     if weight.group == 18 and blocks * weight.values.shape[-1] >= TWO_LEVEL_WORDS // BN:
         return Tiles(BN, 4, 1, 4, two_levels=True)
     splits = 16 if blocks < FEW_BLOCKS else 8
@@ -272,7 +276,7 @@ def _launch(
     if tiles is None and bias is None and gate_bias is None and cuda_ternary.supports(x, matrix, **given):
         cuda_ternary.launch(x, matrix, y, active=active, **given)
         return
-    tiles = tiles or select_tiles(matrix, len(y))
+    tiles = tiles or select_tiles(matrix)
     words, trits = matrix.values.shape[-1], matrix.group
     per = 4 if words % 4 == 0 else 2 if words % 2 == 0 else 1
     dtype = {4: torch.int64, 2: torch.int32, 1: torch.int16}[per]
