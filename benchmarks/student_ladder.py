@@ -13,17 +13,17 @@ The task (``harness/speech_periods.py``): in which of four periods a passage of 
                        a ninth of its weights in blocks
       cross-entropy    trained on the same labelled passages
       KL, DIST         trained on the teacher's answers for --passages passages of the same speeches (default: the
-                       labelled ones), and with --mixes above 0 also on their labels
+                       labelled ones); with a mix above 0 that share of the loss is the cross-entropy of their labels
 
-Every student takes as many steps. --rates, --mixes and --temperatures are all tried with the first seed; the choice
-with the best accuracy on development speeches counts for each loss. The teacher's accuracy is that of one run.
+Every student takes as many steps. Of several --rates or --temperatures those count with which the first seed has the best
+accuracy on development speeches. The teacher's accuracy is that of one run.
 
 Serving is measured as in ``cpu_ladder.py``: as many workers, closed loops of HTTP requests with one passage each, on
 the same cores. Servers of all rungs run, and are asked in turn; the median of the rounds counts (default: one round).
 
     default     the teacher; each worker has a thread for each core
     pinned      the teacher; each worker has cores of its own (``--serve.replicas``)
-    student     the student that DIST trained with the first seed, in the same way; also in bfloat16
+    student     the student that DIST trained with the first mix and seed, in the same way; also in bfloat16
 """
 
 import argparse
@@ -45,7 +45,7 @@ from harness.http_load import Served, closed_loop
 from harness.paired_timing import Neighbours
 from harness.report import RESULTS, ROOT, Cell, Headline, folder_of, report
 from harness.rows import figures, line
-from harness.student_training import LOSSES, Choice, Settings, StudentJob, train_all
+from harness.student_training import Choice, Kind, Settings, StudentJob, best_choice, train_all
 
 PUBLISHED = {"images": (2.1, 7.9, 61.9), "food": (2.5, 17.5, 84.5), "receipts": (20.0, None, 111.8)}
 """Requests/s in "ML Model Server Resource Saving": default, threads and cores set, student."""
@@ -57,7 +57,8 @@ PICTURE = ROOT / "docs" / "assets" / "student_ladder.png"
 
 def text_folders(settings: Settings, known: dict[str, Any]) -> Path:
     """A folder for ``cpu_ladder``: the teacher as ``text/model``, the student as ``text/student``."""
-    student = settings.keep / StudentJob("dist", 0, Choice(*known["best"]["dist"])).name
+    kind = Kind("dist", settings.mixes[0])
+    student = settings.keep / StudentJob(kind, 0, best_choice(kind, settings, known)).name
     for name, run in {"model": settings.keep / "teacher", "student": student}.items():
         folder = settings.keep / "served" / "text" / name
         if not folder.exists():
@@ -105,25 +106,25 @@ def make_rows(settings: Settings, known: dict[str, Any], rounds: dict[str, list[
     rows: list[dict[str, Cell]] = [
         {"who": "teacher", "accuracy": figures(teacher, 4), "deviation": None, "of_teacher": 1.0, "seeds": 1}
     ]
-    for loss in LOSSES:
-        best = Choice(*known["best"][loss])
-        found = [known[StudentJob(loss, seed, best).name]["test"] for seed in range(settings.seeds)]
+    for kind in settings.kinds:
+        best = best_choice(kind, settings, known)
+        found = [known[StudentJob(kind, seed, best).name]["test"] for seed in range(settings.seeds)]
         mean = statistics.mean(found)
         rows.append(
             {
-                "who": f"student, {loss}",
+                "who": f"student, {kind}",
                 "accuracy": figures(mean, 4),
                 "deviation": figures(statistics.stdev(found), 2) if len(found) > 1 else None,
                 "of_teacher": figures(mean / teacher, 4),
                 "seeds": len(found),
-                **choice_cells(best),
+                **choice_cells(kind, best),
             }
         )
-    for loss in LOSSES:
-        for choice in settings.choices(loss):
-            first = known[StudentJob(loss, 0, choice).name]
+    for kind in settings.kinds:
+        for choice in settings.choices(kind) if len(settings.choices(kind)) > 1 else ():
+            first = known[StudentJob(kind, 0, choice).name]
             cells: dict[str, Cell] = {"development": figures(first["development"], 4)}
-            rows.append({"who": f"first seed, {loss}", **cells, **choice_cells(choice)})
+            rows.append({"who": f"first seed, {kind}", **cells, **choice_cells(kind, choice)})
     rates = {name: statistics.median(each.requests_per_s for each in results) for name, results in rounds.items()}
     for name, results in rounds.items():
         every = Served(1, [s for each in results for s in each.latencies_s])
@@ -142,10 +143,9 @@ def make_rows(settings: Settings, known: dict[str, Any], rounds: dict[str, list[
     return rows
 
 
-def choice_cells(choice: Choice) -> dict[str, Cell]:
+def choice_cells(kind: Kind, choice: Choice) -> dict[str, Cell]:
     """A choice in a row."""
-    alone = choice.mix == 1
-    return {"lr": choice.lr, "mix": choice.mix, "temperature": None if alone else choice.temperature}
+    return {"lr": choice.lr, "temperature": None if kind.mix == 1 else choice.temperature}
 
 
 def served_rows(rows: Sequence[dict[str, Cell]]) -> dict[str, dict[str, Cell]]:
@@ -174,15 +174,16 @@ def draw(rows: Sequence[dict[str, Cell]], path: Path) -> None:
     left.margins(x=0.15, y=0.15)
     left.legend(fontsize=7)
     students = [row for row in rows if str(row["who"]).startswith("student")]
-    names = [str(row["who"]).removeprefix("student, ") for row in students]
+    names = [str(row["who"]).removeprefix("student, ").replace(", ", "\n") for row in students]
     means = [100 * float(row["accuracy"] or 0) for row in students]
     errors = [100 * float(row["deviation"] or 0) for row in students]
-    right.bar(names, means, yerr=errors, capsize=4, color=["0.6", "C0", "C0"])
+    right.bar(names, means, yerr=errors, capsize=4, color=["0.6", *["C0"] * (len(names) - 1)])
     teacher = 100 * float(rows[0]["accuracy"] or 0)
     right.axhline(teacher, color="black", linewidth=0.8)
     right.annotate("teacher", (0, teacher), textcoords="offset points", xytext=(-20, 3), fontsize=8)
     for x, mean in enumerate(means):
         right.annotate(f"{mean:.1f}", (x, mean / 2), ha="center", fontsize=8)
+    right.tick_params(axis="x", labelsize=7)
     right.set(ylabel="accuracy, %", ylim=(0, max(teacher, *means) * 1.12))
     figure.savefig(path, dpi=120)
 
@@ -201,7 +202,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--held-out", type=int, default=1200)
     parser.add_argument("--words", type=int, default=96)
     parser.add_argument("--rates", nargs="+", type=float, default=[1e-3], help="learning rates to try")
-    parser.add_argument("--mixes", nargs="+", type=float, default=[0.0], help="shares of the labels to try")
+    parser.add_argument(
+        "--mixes", nargs="+", type=float, default=[0.5, 0.0], help="shares of the labels in KL's and DIST's loss"
+    )
     parser.add_argument("--temperatures", nargs="+", type=float, default=[2.0], help="temperatures to try")
     parser.add_argument("--encoder", default="minilm", help="what the teacher is fine-tuned from")
     parser.add_argument("--cores", type=int, help="serve on as many cores; default: all")

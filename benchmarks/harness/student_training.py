@@ -23,17 +23,26 @@ from harness.report import command, commit, machine
 from harness.speech_periods import PERIODS, examples, passages
 
 SEQUENCE = 224
-LOSSES = ("cross-entropy", "kl", "dist")
+LABELS = "cross-entropy"
 Accuracies = dict[str, float]
 """By part: development and test."""
 
 
-class Choice(NamedTuple):
-    """What the first seed's development accuracy decides for each loss."""
+class Kind(NamedTuple):
+    """A kind of student."""
 
-    lr: float
+    loss: str
     mix: float = 1.0
     """Share of the labels' cross-entropy."""
+
+    def __str__(self) -> str:
+        return self.loss if self.loss == LABELS else f"{self.loss}, mix {self.mix:g}"
+
+
+class Choice(NamedTuple):
+    """What the first seed's development accuracy decides for each kind."""
+
+    lr: float
     temperature: float = 1.0
 
 
@@ -59,7 +68,7 @@ class Settings:
     teacher: str = "minilm"
     """The encoder that is fine-tuned."""
     rates: tuple[float, ...] = (1e-3,)
-    mixes: tuple[float, ...] = (0.0,)
+    mixes: tuple[float, ...] = (0.5, 0.0)
     temperatures: tuple[float, ...] = (2.0,)
 
     def parts(self) -> dict[str, list[tuple[str, int]]]:
@@ -68,26 +77,30 @@ class Settings:
                  "test": self.held_out}  # fmt: skip
         return passages(sizes, self.words)
 
-    def choices(self, loss: str) -> list[Choice]:
+    @property
+    def kinds(self) -> list[Kind]:
+        """Of the students."""
+        return [Kind(LABELS), *(Kind(loss, mix) for mix in self.mixes for loss in ("kl", "dist"))]
+
+    def choices(self, kind: Kind) -> list[Choice]:
         """What is tried with the first seed."""
-        if loss == "cross-entropy":
-            return [Choice(lr) for lr in self.rates]
-        return [Choice(*each) for each in product(self.rates, self.mixes, self.temperatures)]
+        temperatures = (1.0,) if kind.loss == LABELS else self.temperatures
+        return [Choice(*each) for each in product(self.rates, temperatures)]
 
 
 class StudentJob(NamedTuple):
     """One student to train and measure."""
 
-    loss: str
+    kind: Kind
     seed: int
     choice: Choice
 
     @property
     def name(self) -> str:
         """Of its run."""
-        lr, mix, temperature = self.choice
-        how = "" if self.loss == "cross-entropy" else f"-mix{mix:g}-t{temperature:g}"
-        return f"{self.loss}-lr{lr:g}{how}-seed{self.seed}"
+        (loss, mix), (lr, temperature) = self.kind, self.choice
+        how = "" if loss == LABELS else f"-mix{mix:g}-t{temperature:g}"
+        return f"{loss}-lr{lr:g}{how}-seed{self.seed}"
 
 
 def student_config(teacher: ModelConfig) -> ModelConfig:
@@ -148,11 +161,11 @@ def train_teacher(settings: Settings, data: dict[str, list[Example]]) -> Accurac
 def train_student(job: StudentJob, settings: Settings, data: dict[str, list[Example]]) -> Accuracies:
     """Accuracies of a student, and the seconds it took."""
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // settings.jobs))
-    began, (lr, mix, temperature) = time.perf_counter(), job.choice
+    began, (loss, mix), (lr, temperature) = time.perf_counter(), job.kind, job.choice
     distill, rows = DistillConfig(), data["labelled"]
-    if job.loss != "cross-entropy":
+    if loss != LABELS:
         distill = DistillConfig(
-            teacher=str(settings.keep / "teacher"), loss=job.loss, mix=mix, temperature=temperature,  # type: ignore[arg-type]
+            teacher=str(settings.keep / "teacher"), loss=loss, mix=mix, temperature=temperature,  # type: ignore[arg-type]
             cache="" if settings.device == "cuda" else str(settings.keep / "answers"),
         )  # fmt: skip
         rows = data["transfer"] or rows
@@ -200,13 +213,13 @@ def train_all(settings: Settings) -> dict[str, Any]:
             for job, future in futures:
                 keep(job.name, future.result())
 
-        run([StudentJob(loss, 0, choice) for loss in LOSSES for choice in settings.choices(loss)])
-        best = {loss: best_choice(loss, settings, known) for loss in LOSSES}
-        keep("best", best)
-        run([StudentJob(loss, seed, best[loss]) for seed in range(1, settings.seeds) for loss in LOSSES])
+        kinds = settings.kinds
+        run([StudentJob(kind, 0, choice) for kind in kinds for choice in settings.choices(kind)])
+        seeds = range(1, settings.seeds)
+        run([StudentJob(kind, seed, best_choice(kind, settings, known)) for seed in seeds for kind in kinds])
     return known
 
 
-def best_choice(loss: str, settings: Settings, known: dict[str, Any]) -> Choice:
+def best_choice(kind: Kind, settings: Settings, known: dict[str, Any]) -> Choice:
     """The choice with the best development accuracy of the first seed."""
-    return max(settings.choices(loss), key=lambda choice: known[StudentJob(loss, 0, choice).name]["development"])
+    return max(settings.choices(kind), key=lambda choice: known[StudentJob(kind, 0, choice).name]["development"])

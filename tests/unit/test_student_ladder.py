@@ -15,7 +15,7 @@ from colonnade.parallel.distributed_context import DistributedContext
 from harness import student_training
 from harness.http_load import Served
 from harness.speech_periods import PERIODS
-from harness.student_training import LOSSES, Choice, Settings, StudentJob
+from harness.student_training import LABELS, Choice, Kind, Settings, StudentJob
 from tests.tokens import wordpiece
 
 
@@ -68,32 +68,34 @@ def test_students_start_from_the_teachers_first_layer(tmp_path: Path) -> None:
     assert torch.equal(own.down.weight, layer.down.weight[:, ::2])
 
 
-def test_each_loss_takes_its_best_choice() -> None:
-    settings = Settings(Path(), "cpu", rates=(1e-3, 2e-3), mixes=(0.0, 0.5))
-    assert settings.choices("cross-entropy") == [Choice(1e-3), Choice(2e-3)]
-    tried = settings.choices("kl")
-    assert tried == [Choice(lr, mix, 2.0) for lr in (1e-3, 2e-3) for mix in (0.0, 0.5)]
-    known = {StudentJob("kl", 0, choice).name: {"development": (5, 7, 6, 4)[i]} for i, choice in enumerate(tried)}
+def test_each_kind_takes_its_best_choice() -> None:
+    settings = Settings(Path(), "cpu", rates=(1e-3, 2e-3), temperatures=(1.0, 4.0), mixes=(0.5, 0.0))
+    assert [str(kind) for kind in settings.kinds] == [
+        LABELS, "kl, mix 0.5", "dist, mix 0.5", "kl, mix 0", "dist, mix 0"
+    ]  # fmt: skip
+    assert settings.choices(Kind(LABELS)) == [Choice(1e-3), Choice(2e-3)]
+    kind = Kind("kl", 0.5)
+    tried = settings.choices(kind)
+    assert tried == [Choice(lr, temperature) for lr in (1e-3, 2e-3) for temperature in (1.0, 4.0)]
+    known = {StudentJob(kind, 0, choice).name: {"development": (5, 7, 6, 4)[i]} for i, choice in enumerate(tried)}
     assert len(known) == 4
-    assert student_training.best_choice("kl", settings, known) == tried[1]
+    assert student_training.best_choice(kind, settings, known) == tried[1]
 
 
 def test_rows_and_picture(tmp_path: Path) -> None:
     settings = Settings(tmp_path, "cpu", seeds=2)
-    best = {loss: settings.choices(loss)[0] for loss in LOSSES}
-    known: dict[str, Any] = {"teacher": {"test": 0.8}, "best": {loss: list(choice) for loss, choice in best.items()}}
-    for i, loss in enumerate(LOSSES):
+    known: dict[str, Any] = {"teacher": {"test": 0.8}}
+    for i, kind in enumerate(settings.kinds):
         for seed in (0, 1):
             accuracies = {"test": 0.6 + 0.05 * i + 0.02 * seed, "development": 0.5}
-            known[StudentJob(loss, seed, best[loss]).name] = accuracies
+            known[StudentJob(kind, seed, settings.choices(kind)[0]).name] = accuracies
     rounds = {name: [Served(1.0, [0.1] * n), Served(1.0, [0.1] * 2 * n)]
               for name, n in {"default": 2, "pinned": 10, "student": 60}.items()}  # fmt: skip
     rows = student_ladder.make_rows(settings, known, rounds)
     by_name = {row["who"]: row for row in rows}
-    assert by_name["student, dist"]["accuracy"] == pytest.approx(0.71)
-    assert by_name["student, dist"]["of_teacher"] == pytest.approx(0.71 / 0.8, abs=1e-3)
-    assert by_name["student, dist"]["temperature"] == 2
-    assert by_name["first seed, kl"]["development"] == 0.5
+    assert by_name["student, dist, mix 0.5"]["accuracy"] == pytest.approx(0.71)
+    assert by_name["student, dist, mix 0.5"]["of_teacher"] == pytest.approx(0.71 / 0.8, abs=1e-3)
+    assert by_name["student, dist, mix 0"]["temperature"] == 2
     assert by_name["served, student"]["over_pinned"] == 6
     student_ladder.draw(rows, tmp_path / "picture.png")
     assert (tmp_path / "picture.png").stat().st_size > 10_000
