@@ -15,8 +15,8 @@ The task (``harness/speech_periods.py``): in which of four periods a passage of 
       KL, DIST         trained on the teacher's answers for --passages passages of the same speeches (default: the
                        labelled ones); with a mix above 0 that share of the loss is the cross-entropy of their labels
 
-Every student takes as many steps. Of several --rates or --temperatures those count with which the first seed has the best
-accuracy on development speeches. The teacher's accuracy is that of one run.
+Every student takes as many steps. Of several --rates or --temperatures those count with which the first seed has the
+best accuracy on development speeches. The teacher's accuracy is that of one run.
 
 Serving is measured as in ``cpu_ladder.py``: as many workers, closed loops of HTTP requests with one passage each, on
 the same cores. Servers of all rungs run, and are asked in turn; the median of the rounds counts (default: one round).
