@@ -1,7 +1,7 @@
 """Ternary weights times a few rows on a GPU, against int4 and bfloat16 in the same run.
 
     python benchmarks/ternary_rows.py                # matrices, and the experts of one token in Mixtral-8x7B
-    python benchmarks/ternary_rows.py --tune         # all candidate tiles; writes no record
+    python benchmarks/ternary_rows.py --tune         # all candidate warps and tiles; writes no record
     python benchmarks/ternary_rows.py --tiny         # on a CPU, the references: writes no record
 
 A CUDA graph of several calls is timed, each call on another copy of the weights, so that none finds them in the level-2
@@ -130,12 +130,16 @@ def _row(name: str, rows: int, kind: str, s: float, size: int) -> dict[str, Cell
 
 
 def tune() -> None:
-    from colonnade.kernels.linear import triton_ternary
+    from colonnade.kernels.linear import cuda_ternary, triton_ternary
 
-    for name, (outputs, inputs) in SHAPES.items():
-        each = copies(random_ternary(outputs, inputs, 18, "cuda"), 64)
-        x = torch.randn(1, inputs, device="cuda", dtype=torch.bfloat16)
-        tried = []
+    made = {name: copies(random_ternary(*shape, 18, "cuda"), 64) for name, shape in SHAPES.items()}
+    rows = {name: torch.randn(1, shape[1], device="cuda", dtype=torch.bfloat16) for name, shape in SHAPES.items()}
+    for (name, each), warps in itertools.product(made.items(), (8, 12, 16, 20, 32)):
+        x, y = rows[name], rows[name].new_empty(1, each[0].outputs)
+        s = replayed(lambda i: cuda_ternary.launch(x, each[i], y, warps=warps), len(each), "cuda", rounds=5)  # noqa: B023
+        print(f"{name} 18: {1e6 * s:.2f} us in CUDA C++, {warps} warps", flush=True)
+    for name, each in made.items():
+        x, tried = rows[name], []
         for two, splits, unroll in itertools.product((False, True), (4, 8, 16), (1, 2)):
             tiles = triton_ternary.Tiles(triton_ternary.BN, splits, unroll, splits, two)
             s = replayed(lambda i: triton_ternary.linear(x, each[i], tiles), len(each), "cuda", rounds=5)  # noqa: B023

@@ -150,7 +150,7 @@ def _checksums(location: Path) -> Iterator[str]:
 
 @functools.cache
 def _source_hash(package: Path) -> str:
-    """A hash of the code that determines the bytes of packed weights: the code that reads, maps, arranges and quantises them."""
+    """A hash of the code that reads, maps, arranges and quantises packed weights, which determines their bytes."""
     digest = hashlib.sha256()
     for path in (path for folder in SOURCES for path in sorted((package / folder).rglob("*.py"))):
         digest.update(path.relative_to(package).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")

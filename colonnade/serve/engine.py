@@ -26,7 +26,7 @@ from colonnade.serve.model_runner import HostScore, SampledTokens
 from colonnade.serve.output_processor import Generation, OutputProcessor, failed_output
 from colonnade.serve.prompts import Prompt, check_params_list, check_prompts
 from colonnade.serve.request import Completion, FinishReason, Output, Request, Stats, failure
-from colonnade.serve.sampler import NOT_FINITE
+from colonnade.serve.sample_args import NOT_FINITE
 from colonnade.serve.sampling_params import SamplingParams
 from colonnade.serve.tool_calls import ToolNotation
 from colonnade.serve.work import Work

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from colonnade.data.tokenizer import Tokenizer
 from colonnade.serve.model_runner import HostScore
 from colonnade.serve.request import Alternative, FinishReason, Output, Request, Timing, TokenLogprob
-from colonnade.serve.sampler import NOT_FINITE
+from colonnade.serve.sample_args import NOT_FINITE
 from colonnade.serve.text_stream import TextStream
 
 

@@ -17,11 +17,11 @@ from colonnade.checkpoint.digest import Digest, digest_of
 from colonnade.checkpoint.package_format import DECODE, PREFILL, TOKENIZER, WEIGHTS, load_program, open_package
 from colonnade.data.tokenizer import Tokenizer
 from colonnade.errors import CheckpointError, RequestError
+from colonnade.kernels.sampling import greedy
 from colonnade.parallel.axis import SOLO
 from colonnade.serve.logits_processor import LogitsProcessor
 from colonnade.serve.prompts import check_vocabulary, context_error, token_ids
-from colonnade.serve.sample_args import SampleArgs
-from colonnade.serve.sampler import NOT_FINITE, sample_and_score
+from colonnade.serve.sample_args import NOT_FINITE, SampleArgs
 from colonnade.serve.sampling_params import SamplingParams
 from colonnade.serve.text_stream import TextStream
 
@@ -102,8 +102,7 @@ class Package:
             text = TextStream(self.tokenizer.detokenizer(params.skip_special_tokens), params.stop)
         for index in range(limit):
             args = SampleArgs.of(params, seed, index, processor.changes(ids, index) if processor else None)
-            sampled = sample_and_score(self.logits(ids)[None], [args], SOLO, self.info.model.vocab_size)
-            token = int(sampled.tokens_R)
+            token = self._sample(self.logits(ids)[None], args)
             if token == NOT_FINITE:
                 raise RequestError("the model's logits are not finite; export it again in float32")
             if processor is not None:
@@ -117,6 +116,13 @@ class Package:
             if done:
                 return
             ids.append(token)
+
+    def _sample(self, logits_1V: Tensor, args: SampleArgs) -> int:
+        if args.greedy and args.changes is None:
+            return int(greedy(logits_1V, NOT_FINITE))
+        from colonnade.serve.sampler import sample_and_score  # a tenth of the time to a greedy prompt's first token
+
+        return int(sample_and_score(logits_1V, [args], SOLO, self.info.model.vocab_size).tokens_R)
 
     def _run(self, tokens: Sequence[int]) -> Tensor:
         start, count = len(self._tokens), len(tokens)

@@ -34,7 +34,7 @@ from colonnade.model.token_logprobs import TokenScores, score_logits, score_rows
 from colonnade.parallel.axis import SOLO, Axis
 from colonnade.serve.cpu_sampling import sample_few
 from colonnade.serve.logits_changes import apply_changes
-from colonnade.serve.sample_args import SampleArgs
+from colonnade.serve.sample_args import NOT_FINITE, SampleArgs
 
 MIN_TEMPERATURE = 1e-5
 """Lower temperatures equal greedy sampling in float32, but could divide by zero."""
@@ -44,9 +44,6 @@ INITIAL_CANDIDATES = 256
 
 FEW_LOGITS = 1 << 17
 """Up to this number of logits a CPU samples rows without filters on one thread (:func:`sample_few`)."""
-
-NOT_FINITE = -1
-"""Returned instead of a token if the logits contain NaN or no finite value."""
 
 
 class PromptTargets(NamedTuple):

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from colonnade.checkpoint import native
 from colonnade.checkpoint.hf.pooling import read_pooling
 from colonnade.checkpoint.load_model import load_model, open_for_plan, open_model
 from colonnade.checkpoint.native import read_class_names
-from colonnade.config import AS_TRAINED, DataConfig, Device, EncoderTuning, Plan, RunConfig
+from colonnade.config import AS_TRAINED, DataConfig, Device, EncoderTuning, Plan, RunConfig, differences
 from colonnade.data.tokenizer import Tokenizer
 from colonnade.errors import ConfigError, DataError
 from colonnade.model import Transformer
@@ -59,7 +60,8 @@ class EncoderResult:
 def finetune_encoder(settings: EncoderTuning, report: Callable[[str], None] = lambda line: None) -> EncoderResult:
     """Train and score all runs; writes ``results.json`` to their folder. Finished runs are not trained again.
 
-    Raises :class:`DataError` for data in an unknown format, :class:`ConfigError` for settings out of range.
+    Raises :class:`DataError` for data in an unknown format, :class:`ConfigError` for settings out of range or different
+    from those of the runs in the folder.
     """
     _check(settings)
     read = READERS[settings.method]
@@ -86,6 +88,7 @@ def finetune_encoder(settings: EncoderTuning, report: Callable[[str], None] = la
         config = _run_config(
             settings, task.config(opened.config), len(examples) // task.choices, longest, seed, lr, batch
         )
+        check_same_run(config)
         fit(config, examples, choices=task.choices, class_names=class_names)
         predictions[config.folder] = predict_with(config.folder, task, held_out, settings.device)
         done = SeedRun(seed, lr, batch, config.folder, task.score(predictions[config.folder], held_out))
@@ -136,6 +139,25 @@ def check_teacher_labels(teacher: str, labels: Sequence[str]) -> None:
         raise ConfigError(
             f"distill.teacher {teacher} has the classes {', '.join(names)} and the data {', '.join(labels)}; use a "
             "teacher with the same labels in the same order"
+        )
+
+
+def check_same_run(run: RunConfig) -> None:
+    """Raise :class:`ConfigError` if the run's folder has one with another start, length or teacher.
+
+    A run's name has its learning rate, batch and seed only; the other run would be continued, or reported as this one.
+    """
+    newest = native.newest(run.folder)
+    there = None if newest is None else native.read_meta(newest).run
+    if there is None:
+        return
+    was, now = ((each.train.pretrained_checkpoint, each.train.steps) for each in (there, run))
+    names = ("MODEL", "steps")
+    changes = [f"{name}: {a} -> {b}" for name, a, b in zip(names, was, now, strict=True) if a != b]
+    changes += differences(there.distill, run.distill, ignore=("cache",), prefix="distill.")
+    if changes:
+        raise ConfigError(
+            f"{run.folder} has a run with other settings ({', '.join(changes)}); use another --name, or its flags"
         )
 
 

@@ -424,6 +424,16 @@ def test_command_with_a_teacher(start: Path, tmp_path: Path, capsys: pytest.Capt
     assert newest is not None
     kept = native.read_meta(newest).run
     assert kept is not None and (kept.distill.teacher, kept.distill.loss) == (teacher, "dist")
+    steps = kept.train.steps
+    for flags, change in (
+        (["--distill.teacher", teacher], "distill.loss: dist -> kl, distill.mix: 0.2 -> 0.5"),
+        ([], f"distill.teacher: {teacher} -> "),
+        ([*learn, "--epochs", "3"], f"steps: {steps} -> {steps // 2}"),
+    ):
+        with pytest.raises(SystemExit):
+            main([*words, "classify", "--name", "student", *flags])
+        said = " ".join(capsys.readouterr().err.split())
+        assert f"has a run with other settings ({change}" in said and "use another --name" in said
     folder = tmp_path / "named"
     with load(teacher, device="cpu") as model:
         save(model, folder, format="hf")

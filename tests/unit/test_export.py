@@ -178,6 +178,8 @@ def package_without_code(model: Transformer, tokenizer: Tokenizer | None) -> Pac
         {"repetition_penalty": 3.0, "frequency_penalty": 0.5, "min_tokens": 3},
         {"logit_bias": {5: 50.0}, "presence_penalty": 1.0},
         {"bad_words": ["a", "word"], "temperature": 2.0},
+        {"temperature": 0.0},
+        {"temperature": 0.0, "repetition_penalty": 1.5},
     ],
 )
 def test_a_package_samples_as_the_engine(settings) -> None:
@@ -215,9 +217,13 @@ def test_checksums_in_the_background(tmp_path) -> None:
 
 def test_a_package_starts_without_an_engine() -> None:
     """What takes long to import is imported while checksums are computed, or not at all."""
-    code = "import sys, colonnade.package_chat; print({'torch', 'colonnade.serve.engine'} & {*sys.modules})"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300)
-    assert done.stdout.strip() == "set()"
+    for module, later in (
+        ("colonnade.package_chat", "{'torch', 'colonnade.serve.engine'}"),
+        ("colonnade.serve.package", "{'colonnade.serve.engine', 'colonnade.serve.sampler', 'colonnade.model'}"),
+    ):
+        code = f"import sys, {module}; print({later} & {{*sys.modules}})"
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300)
+        assert done.stdout.strip() == "set()"
 
 
 def test_a_model_is_not_overwritten(tmp_path, capsys) -> None:

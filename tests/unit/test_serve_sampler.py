@@ -14,8 +14,8 @@ from colonnade.errors import RequestError
 from colonnade.kernels import sampling
 from colonnade.parallel.axis import SOLO, world_axis
 from colonnade.serve import sampler
-from colonnade.serve.sample_args import SampleArgs
-from colonnade.serve.sampler import NOT_FINITE, SamplingTensors, top_candidates
+from colonnade.serve.sample_args import NOT_FINITE, SampleArgs
+from colonnade.serve.sampler import SamplingTensors, top_candidates
 from colonnade.serve.sampling_params import SamplingParams
 from tests.sample_cases import sample_cases
 from tests.worlds import run
