@@ -479,11 +479,11 @@ def test_class_names_are_kept(start: Path, tmp_path: Path, capsys: pytest.Captur
     assert config["id2label"] == {"0": "food", "1": "sport", "2": "weather"} and config["label2id"]["sport"] == 1
     capsys.readouterr()
     main([*words, "--name", "student", "--distill.teacher", folder])
-    assert f"teacher {folder}: accuracy" in capsys.readouterr().out
+    assert f"teacher {folder}: accuracy" in capsys.readouterr().err
     file.write_text("".join(json.dumps(row) + "\n" for row in rows if row["label"] != "food"))
     for learn, message in (
         (["--distill.teacher", folder], "has the classes food, sport, weather and the data sport, weather"),
-        (["--distill.teacher", str(start)], "has the output head 'masked' and does not classify"),
+        (["--distill.teacher", str(start)], "has the output head 'encoder' and does not classify"),
         (["--distill.teacher", folder, "--distill.init", "layers"], "here MODEL is its start"),
     ):
         with pytest.raises(SystemExit):
