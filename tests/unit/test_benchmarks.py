@@ -405,7 +405,6 @@ def test_moe_to_dense_benchmark(tmp_path: Path) -> None:
     beside = {row["start_nats"] for what, row in rows.items() if what == "student" or what.startswith("side")}
     others = {row["start_nats"] for what, row in rows.items() if what.startswith(("random", "Switch"))}
     assert len(beside) == len(others) == 1
-    assert beside != others
 
 
 def test_ternary_rows_benchmark(tmp_path: Path) -> None:
