@@ -97,7 +97,9 @@ def train(
     model = SpeechModel.load(checkpoint)
     if tests is None:
         console.print(f"no word errors: {data} has no recordings of the split test", soft_wrap=True)
-    for pictures in () if tests is None else (False, True) if config.picture else (False,):
+        console.print(f"{checkpoint}", soft_wrap=True)
+        return
+    for pictures in (False, True) if config.picture else (False,):
         what = "sound and drawn mouths" if pictures else "sound"
         rates = [f"{word_error_rate(model, tests, snr, pictures):.1%}" for snr in (None, 5.0, -5.0)]
         console.print(f"word errors, {what}: clean {rates[0]}, 5 dB {rates[1]}, -5 dB {rates[2]} of babble")

@@ -61,7 +61,8 @@ class Recording(BaseModel):
     def _check_words(cls, words: tuple[tuple[float, float], ...]) -> tuple[tuple[float, float], ...]:
         for start, end in words:
             if start > end:
-                raise PydanticCustomError("order", f"a word from {start} s to {end} s ends before it starts")
+                times = {"start": start, "end": end}
+                raise PydanticCustomError("order", "a word from {start} s to {end} s ends before it starts", times)
         return words
 
     @property
