@@ -55,6 +55,7 @@ SMALLEST_BYTES = 16 << 20
 """Weights of fewer bytes are packed at each start, which takes less than a second."""
 KEPT_DAYS = 30
 PACKAGE, SOURCES = Path(__file__).parents[1], ("checkpoint", "model", "kernels/linear")
+"""The package, and its folders whose code decides the bytes of packed weights."""
 MAGIC = b"clnpack1"
 PAGE = 4096
 HASH_BYTES = 32

@@ -61,8 +61,8 @@ class Recording(BaseModel):
     def _check_words(cls, words: tuple[tuple[float, float], ...]) -> tuple[tuple[float, float], ...]:
         for start, end in words:
             if start > end:
-                message = "a word from {start} s to {end} s ends before it starts"
-                raise PydanticCustomError("order", message, {"start": start, "end": end})
+                times = {"start": start, "end": end}
+                raise PydanticCustomError("order", "a word from {start} s to {end} s ends before it starts", times)
         return words
 
     @property
