@@ -82,7 +82,7 @@ class OpenedModel:
 
 
 def open_model(path: str | Path, *, keep: bool = False) -> OpenedModel:
-    """Opens the model that ``path`` names, with ``keep`` a GGUF file's Q4_0, Q4_1 and Q8_0 matrices as they are.
+    """Opens the model that ``path`` names, with ``keep`` a GGUF file's Q4_0, Q4_1 and Q8_0 matrices unchanged.
 
     Raises :class:`CheckpointError` when it is missing, damaged or unknown.
 

@@ -85,7 +85,7 @@ class _Entry:
 def load_packed(
     opened: OpenedModel, kind: Kind, group: int, dtype: torch.dtype, use: PackedUse, pack: Callable[[], Transformer]
 ) -> Transformer:
-    """The model of ``opened``, from its packed file, or by ``pack`` where there is none; then one is written."""
+    """The model of ``opened``, from its packed file, or by ``pack`` if there is none; then one is written."""
     try:
         path = _folder() / f"{_key(opened, kind, group, dtype)}.packed"
         found = _read(path, opened.config, dtype, use)
@@ -203,7 +203,7 @@ def _entry(fields: dict[str, Any]) -> _Entry:
 
 
 def _first_tensor(header: int) -> int:
-    """Where the tensors of a file with a header of so many bytes begin."""
+    """Offset of the tensors of a file with a header of this many bytes."""
     return -(-(16 + header) // PAGE) * PAGE
 
 

@@ -55,7 +55,7 @@ def progress_status(text: str) -> Iterator[Callable[[str], object]]:
 
 
 class LogConsole(Console):
-    """A console that survives a closed pipe: a server must not end because its log is no longer read."""
+    """A console that survives a closed pipe: a server must not exit because its log is no longer read."""
 
     def on_broken_pipe(self) -> None:
         """Silence the output instead of exiting as rich does; redirect the file, whose last flush would fail at

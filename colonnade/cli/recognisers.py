@@ -135,7 +135,7 @@ def listen(
         segment: Length of the segments that are recognised at once, among those trained [frames of 40 ms]; by default
             the preset's.
         lookahead: Length of audio after a segment that is waited for, among those trained [frames of 40 ms].
-        crop: Use the pictures of a film, too: mouth or face finds the face and cuts out this part, none uses the whole
+        crop: Also use the pictures of a video: mouth or face finds the face and crops this part, none uses the whole
             picture. The face detector needs pip install --no-deps facenet-pytorch==2.6.0.
         beam: Number of hypotheses of a beam search, such as 10; text appears when all agree. By default greedy search.
     """

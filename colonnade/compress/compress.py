@@ -52,7 +52,7 @@ class Compression(Config):
     (:mod:`~colonnade.compress.sparse24`)."""
     by: Literal["gptq", "fold", "nearest"] = "gptq"
     """gptq compensates each weight's rounding error in those not rounded yet; fold only scales inputs before rounding
-    (AWQ for int4, SmoothQuant for int8_dynamic); both need texts. nearest rounds each weight separately."""
+    (AWQ for int4, SmoothQuant for int8_dynamic); both need calibration text. nearest rounds each weight separately."""
     weight_group: WeightGroup = 64
     """int4: consecutive inputs that share a scale."""
     word: Literal[18, 24, 32] = 18
@@ -81,8 +81,8 @@ def compress(
 
     Several ranks share texts over dp and experts over ep; each passes all ``texts``, and the result is bitwise that of
     one process. ``progress(done, of)`` is called after each block. Raises :class:`ConfigError` for a model that is
-    already quantised or that cannot be, :class:`PlanError` for any other layout, and :class:`DataError` for too few or
-    unusable texts.
+    already quantised or that cannot be, :class:`PlanError` for any other layout, and :class:`DataError` for too little
+    or unusable text.
     """
     _check(model, compression)
     if compression.by == "fold" and compression.weights not in FOLDED:

@@ -57,13 +57,13 @@ def export(
     overwrite: bool = False,
     progress: Callable[[str], object] = lambda _what: None,
 ) -> PackageInfo:
-    """Write ``model`` as a package for texts of up to ``context`` tokens; returns its metadata.
+    """Write ``model`` as a package for sequences of up to ``context`` tokens; returns its metadata.
 
     ``prefill``: tokens of a prompt in one pass, at most. With ``pt2e`` linear layers have 8 bits
     (:mod:`colonnade.compress.pt2e`); static scales need ``texts``, int64 token ids (T,) of at least ``prefill`` tokens.
     The model's modules are changed and cannot train afterwards. Raises :class:`ConfigError` for models and sizes that
     cannot be exported and without a C++ compiler, and :class:`CheckpointError` if ``out`` exists, with ``overwrite`` if
-    it is no package.
+    it is not a package.
     """
     config = model.config
     check_export(config, context, prefill)
@@ -137,7 +137,7 @@ def step_module(model: Transformer) -> "_Step":
             module.kernels = "reference"  # type: ignore[assignment]
     theta = model.__dict__.pop("_theta", None)
     if theta is not None:
-        # Inductor renames the constants that are no buffers, and compiles in only those of up to 8 values.
+        # Inductor renames the constants that are not buffers, and compiles in only those of up to 8 values.
         model.register_buffer("_theta", theta.contiguous(), persistent=False)
     return _Step(model)
 

@@ -119,7 +119,7 @@ def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, object]:
 
 
 def nested_model(kind: type[BaseModel], name: str) -> type[BaseModel] | None:
-    """The config class of a field of ``kind``, optional or not; None for a field of another type."""
+    """The config class of a field of ``kind``, optional or not; None for a field of a different type."""
     if name not in kind.model_fields:
         return None
     annotation = kind.model_fields[name].annotation
@@ -143,7 +143,7 @@ def _is_set(field: str, changes: Mapping[str, object]) -> bool:
 
 
 def _get(config: object, path: str) -> object:
-    """The value at a dotted path; None where a section on the way is absent."""
+    """The value at a dotted path; None if a section on the path is absent."""
     for name in path.split("."):
         config = getattr(config, name, None)
     return config
@@ -178,7 +178,7 @@ def _family(was: "ModelConfig", now: "ModelConfig") -> object:
 
 
 def _kv_heads(was: "ModelConfig", now: "ModelConfig") -> object:
-    """As many query heads per key/value head as before; a few more where that does not divide."""
+    """As many query heads per key/value head as before; a few more if that does not divide."""
     limit = max(1, now.heads // was.group)
     return max(d for d in divisors(now.heads) if d <= limit)
 

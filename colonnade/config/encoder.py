@@ -15,10 +15,10 @@ class EncoderConfig(Config):
     ffn_width: int = Field(default=0, ge=0, le=MAX_DIM)
     """Hidden width of the encoder's feed-forward network; 0: the decoder's."""
     context: int = Field(default=512, gt=0, le=MAX_DIM)
-    """Longest source [tokens; for audio, frames after the convolutions]."""
+    """Maximum source length [tokens; for audio, frames after the convolutions]."""
     reads: Literal["tokens", "audio"] = "tokens"
     """tokens: sources are token ids, embedded by the decoder's table. audio: log-mel spectrograms, which two
-    convolutions turn into one vector for each two frames (Whisper)."""
+    convolutions turn into one vector per two frames (Whisper)."""
     start_token: int = Field(default=0, ge=0, le=MAX_DIM)
     """The token that begins every target."""
     languages: bool = False

@@ -37,7 +37,7 @@ class EncoderTuning:
     micro_batch: int = 8
     """Samples in one forward pass."""
     sequence: int = 0
-    """Longest sequence [tokens]; 0: the encoder's context, at most 512."""
+    """Maximum sequence length [tokens]; 0: the encoder's context, at most 512."""
     name: str = ""
     """Folder of the runs within --runs; by default the method."""
     runs: Path = Path("runs")

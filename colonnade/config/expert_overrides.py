@@ -17,7 +17,7 @@ from colonnade.errors import ConfigError
 Capacity = Annotated[float, Field(ge=-MAX_CAPACITY, le=MAX_CAPACITY, allow_inf_nan=False)] | Literal["off"] | None
 """A capacity factor, "off" for none (dropless), or None: as trained."""
 MAX_LISTED_TASKS = 12
-"""An error message lists at most so many tasks by name."""
+"""Maximum number of tasks that an error message lists by name."""
 
 
 class ExpertsConfig(Config):

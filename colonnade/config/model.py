@@ -51,7 +51,7 @@ class ModelConfig(Config):
     ffn_width: int = Field(gt=0, le=MAX_DIM)
     """F: hidden width of the feed-forward network."""
     context: int = Field(default=1024, gt=0, le=MAX_DIM)
-    """Longest sequence [tokens]."""
+    """Maximum sequence length [tokens]."""
     positions: Literal["learned", "rotary", "sinusoidal", "none"] = "rotary"
     """learned: a table of positions is added to the embedding (GPT-2). rotary: queries and keys are rotated (RoPE, Su
     2021). sinusoidal: sines and cosines of the position, from 2 on, are added (NLLB). none: none of these (T5, which

@@ -97,7 +97,7 @@ class MoeConfig(Config):
     """Capacity factor f. None: dropless. f > 0: at most C = A·int(f·⌈T/E⌉) tokens per expert; 0: C is the load of the
     busiest expert, so no token is dropped; f < 0: the smaller of the two, with −f (Tutel)."""
     capacity_tokens: int | None = Field(default=None, ge=1, le=MAX_DIM)
-    """Most tokens of one sequence for each expert, first come (Switch's published models: 64); needs capacity_over =
+    """Maximum tokens of one sequence per expert, first come (Switch's published models: 64); needs capacity_over =
     sequence. It is applied where whole sequences are run: in training, scoring and encoding, not in decoding."""
     capacity_over: Literal["batch", "rank", "sequence"] = "batch"
     """Tokens that count towards an expert's capacity. batch: those of all ranks, so that the result does not depend on

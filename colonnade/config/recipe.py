@@ -45,7 +45,7 @@ class Recipe(Config):
     max_pieces: int = 10
     """Documents that would be cut into more pieces are removed."""
     common: int = 10
-    """n-grams of evaluation texts seen this often in the corpus are common, and stay."""
+    """n-grams of evaluation texts seen this often in the corpus are common, and are kept."""
 
     @model_validator(mode="after")
     def _in_range(self) -> Self:

@@ -21,7 +21,7 @@ ComputeType = Literal["float32", "bfloat16", "float16", "float64"]
 
 
 MAX_SAMPLES = 1 << 24
-"""The most samples in one step."""
+"""Maximum number of samples in one step."""
 DEFAULT_SEQUENCE = 512
 """Default tokens per sample, unless the model's context is shorter."""
 

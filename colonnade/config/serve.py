@@ -90,7 +90,7 @@ class ServeConfig(Config):
     """Bitwise batch-invariant: a request's logits do not depend on the other requests. Slower; needs one rank; on a CPU
     models without C++ kernels compute one token at a time."""
     max_waiting: int = Field(default=1024, gt=0)
-    """Longest queue of waiting requests; further ones are refused (429)."""
+    """Maximum length of the queue of waiting requests; further ones are refused (429)."""
     replicas: int | Literal["auto"] = 1
     """Engines of each model on this machine, behind one address; on a CPU each has its own cores in one NUMA node,
     otherwise its own GPUs. auto: one per NUMA node, or as many as there are GPUs for."""
@@ -125,7 +125,7 @@ class ServeConfig(Config):
     tool_format: ToolFormatName | None = None
     """How the model writes tool calls; None: as in its chat template."""
     max_body_bytes: int = Field(default=8 << 20, gt=0)
-    """Largest request body; a larger one is refused (413) [bytes]."""
+    """Maximum size of a request body; larger ones are refused (413) [bytes]."""
     keys: str | None = None
     """File of API keys with their limits, in TOML or JSON lines; SIGHUP reloads it. Requests then need a key,
     except to /health, /ready and /."""

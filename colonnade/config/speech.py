@@ -58,7 +58,7 @@ class SpeechConfig(Config):
     letter_head: bool = True
     """A second head, which is trained together with the transducer and used for alignment."""
     max_labels: int = Field(default=5, gt=0, le=1 << 10)
-    """Most labels that a search emits in a frame."""
+    """Maximum number of labels that a search emits per frame."""
     front_end: Literal["small", "resnet", "subsampling"] = "small"
     """small: log-mel spectra, two convolutions a picture. resnet: ResNet-18 of samples and of pictures. subsampling:
     causal convolutions over log-mel spectra, sound only.

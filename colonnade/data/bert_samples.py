@@ -195,7 +195,7 @@ def sentence_starts(tokens_T: np.ndarray, vocabulary: MaskingVocabulary) -> np.n
         return np.empty(0, np.int64)
     ends_T, closes_T = vocabulary.ends_V[tokens_T], vocabulary.closes_V[tokens_T]
     at_T = np.arange(T)
-    # For each token the last one up to it that is no closing quote or bracket: it may end a sentence.
+    # For each token the last one up to it that is not a closing quote or bracket: it may end a sentence.
     mark_T = np.maximum.accumulate(np.where(closes_T, 0, at_T))
     before_T = np.maximum(mark_T - 1, 0)
     after_T = np.minimum(mark_T + 1, T - 1)

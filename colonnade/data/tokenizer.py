@@ -162,7 +162,7 @@ class Tokenizer:
         """The ids of ``text``; ``special`` adds the tokens that begin or end every text (BOS).
 
         Special tokens spelled in the text become their ids, as chat templates need. Raises :class:`RequestError` for a
-        lone surrogate, which is no character.
+        lone surrogate, which is not a character.
         """
         try:
             return self._core.encode(text, add_special_tokens=special).ids

@@ -36,7 +36,7 @@ BYTE_LEVEL = {chr(byte): byte for byte in _VISIBLE} | {chr(256 + i): byte for i,
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, special: tuple[str, ...] = (END,)) -> tokenizers.Tokenizer:
-    """Train a vocabulary of at most ``vocab_size`` tokens; the result does not depend on the order of the texts.
+    """Train a vocabulary of at most ``vocab_size`` tokens; the result does not depend on the order of the documents.
 
     ``special`` tokens have the first ids, followed by the 256 bytes and the merges. A small corpus may yield fewer
     merges and so a smaller vocabulary. Raises :class:`ConfigError` for less than 256 + len(special).

@@ -151,7 +151,7 @@ def sampling(given: dict[str, Any]) -> SamplingParams:
 
 
 class _Generator:
-    """Generates a replica's share of the texts, on every rank of the model's layout."""
+    """Generates a replica's share of the outputs, on every rank of the model's layout."""
 
     def __init__(self, scorer: Scorer, tokenizer: Tokenizer, serve: ServeConfig):
         self._scorer, self._tokens, self._serve = scorer, tokenizer, serve

@@ -29,7 +29,7 @@ CHUNK_BYTES = {"cpu": 1 << 27, "cuda": 1 << 30}
 """Memory for one chunk of logits [bytes]: large enough for full-speed products, small compared to a model."""
 
 CHUNK_ROWS = {"cpu": 512, "cuda": 1 << 30}
-"""Most tokens in one chunk: on a CPU products reach full speed at 512, and smaller chunks stay in cache
+"""Maximum number of tokens in one chunk: on a CPU products reach full speed at 512, and smaller chunks stay in cache
 (2,048 tokens, V = 4,096: 184 ms in one chunk, 166 ms in four)."""
 
 ALIGN = {"cpu": 1, "cuda": 64}

@@ -301,7 +301,7 @@ class Pretraining:
     masked: Loss
     orders: SentenceOrders
     orders_R: Tensor
-    """0 in order, 1 swapped, IGNORE for a sequence that is no pair."""
+    """0 in order, 1 swapped, IGNORE for a sequence that is not a pair."""
     weight: Tensor | float = 1.0
     """The weight of a pair's loss relative to a token's."""
 

@@ -210,7 +210,7 @@ class SegmentStep:
 
     @cached_property
     def asked(self) -> tuple[Tensor, Tensor]:
-        """(the places of queries that are no padding, their rows)."""
+        """(the slots of queries that are not padding, their rows)."""
         queries = self.queries_BS.flatten()
         places = (queries >= 0).nonzero().squeeze(1)
         return places, queries[places]

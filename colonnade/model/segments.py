@@ -216,7 +216,7 @@ class SegmentBatch:
 
     @cached_property
     def _index(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Flat rows of keys and queries, the places of queries that are no padding, and their rows."""
+        """Flat rows of keys and queries, the slots of queries that are not padding, and their rows."""
         queries = self.queries_BS.flatten()
         asked = (queries >= 0).nonzero().squeeze(1)
         return self.keys_BS.flatten().clamp(min=0), queries.clamp(min=0), asked, queries[asked]

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 from colonnade.errors import RequestError
 
 MAX_NESTING = 100
-"""Most lists and objects inside one another. llguidance reads 128 levels, Python's own functions a few hundred."""
+"""Maximum nesting of lists and objects. llguidance reads 128 levels, Python's own functions a few hundred."""
 
 _ESCAPED_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _SURROGATE = re.compile("[\ud800-\udfff]")

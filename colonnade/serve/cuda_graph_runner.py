@@ -181,7 +181,7 @@ class _PaddedBatch:
         """Without and with shared prefixes."""
         self.planned: PlannedBatch | None = None
         """The batch of the current split plans; None: new ones are needed."""
-        # Collectives are no torch functions, so the recorder would not see them.
+        # Collectives are not torch functions, so the recorder would not see them.
         self._records = runner.kernels == "native" and self.shard.is_whole and runner.model.axes.tp.size == 1
         """Whether the next step on a CPU is to be recorded."""
         self._recorded: tuple[Tensor, Recording] | None = None

@@ -55,9 +55,9 @@ class EngineClient:
 
     def __init__(self):
         self.context = self.cache_tokens = 0
-        """Largest number of tokens of one request: what the model supports, and what the cache holds."""
+        """Maximum number of tokens of one request, as limited by the model and by the cache."""
         self.longest_token_bytes = 0
-        """The most bytes of text that one token stands for."""
+        """Maximum number of bytes of text that one token stands for."""
         self.tools: ToolNotation | None = None
         """How the model writes tool calls, once it is loaded."""
         self.pid = 0

@@ -30,7 +30,7 @@ from colonnade.serve.grammar import (
 from colonnade.serve.structured_outputs import StructuredOutputs
 
 MAX_CHECK_S = 2.0
-"""Longest compilation [s]."""
+"""Time limit of a compilation [s]."""
 
 MAX_CHECK_BYTES = 2 << 30
 """Memory that the process may use; the vocabulary and a stack need about 0.5 GB of its addresses."""

@@ -81,7 +81,7 @@ class PagePool:
 
     @property
     def max_request_tokens(self) -> int:
-        """The most tokens of one request, prompt and output; the last one is never run, so it has no key."""
+        """Maximum number of tokens of one request, prompt and output; the last one is never run, so it has no key."""
         return self.tokens + 1
 
     def pages_for(self, tokens: int) -> int:

@@ -14,7 +14,7 @@ class PoolerSpec:
     width: int
     """Width of an embedding, or number of classes."""
     context: int
-    """Longest text [tokens]."""
+    """Maximum length of a text [tokens]."""
     pooling: Pooling = "mean"
     """For embeddings."""
     normalize: bool = True

@@ -88,8 +88,9 @@ class PoolingEngine:
         self._live.update(dict.fromkeys(ids, ids[0]))
 
     def step(self) -> list[PoolingOutput]:
-        """Run one forward pass over as many texts as fit; returns its results, with ``async_scheduling`` the "
-        "last pass's.
+        """Run one forward pass over as many texts as fit; returns its results.
+
+        With ``async_scheduling`` it returns those of the previous pass.
         """
         work = self._schedule()
         ready = (work, self._run(work)) if work.lengths else None

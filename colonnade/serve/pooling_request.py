@@ -23,8 +23,8 @@ Text = str | list[int] | tuple[str, str]
 """A text, its token ids, or a pair of texts."""
 
 LONG_TEXT_RATIO = 16
-"""Longest text, in multiples of the bytes that a context of the longest tokens spells. Spaces and words that WordPiece
-does not know make a text of few tokens long, but not that long."""
+"""Maximum length of a text, in multiples of the bytes that a context of the longest tokens spells. Spaces and unknown
+WordPiece words make a text of few tokens long, but not that long."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class PoolingRequest:
 
     texts: Sequence[Text]
     fields: Sequence[tuple[str, int]]
-    """(field of the body, number of texts that it holds), in their order; 0 for a field that is no list."""
+    """(field of the body, number of texts that it holds), in their order; 0 for a field that is not a list."""
     truncate: int | None = None
     """Keep the first tokens of longer texts, this many with the special ones; None: refuse texts over the context."""
     add_special_tokens: bool = True

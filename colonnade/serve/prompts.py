@@ -59,7 +59,7 @@ def encoder_input(
     The source gets its end token and, in a model of languages, begins with that of its language. A language that
     ``ids`` begin with, or end with after an end token (older tokenizers of NLLB), counts if ``source_lang`` is omitted.
     Raises :class:`RequestError` for a source that is empty or over the encoder's context, for a language that is
-    missing or unknown, and for parameters about the tokens of a prompt, which is no part of the output here.
+    missing or unknown, and for parameters about the tokens of a prompt, which is not part of the output here.
     """
     first, ends = (encoder.start_token,), tokenizer.eos_ids
     language: tuple[int, ...] = ()

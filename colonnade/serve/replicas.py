@@ -57,7 +57,7 @@ class Replicas:
 
     @property
     def context(self) -> int:
-        """Largest number of tokens of a request that the model supports."""
+        """Maximum number of tokens of a request that the model supports."""
         return self._model.context
 
     @property

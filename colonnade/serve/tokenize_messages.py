@@ -9,13 +9,13 @@ MESSAGES = ("tokenize", "detokenize", "tokenizer_info")
 """Values of ``do``."""
 
 MAX_TEXT_CHARACTERS = 1 << 20
-"""Longest text that is tokenised."""
+"""Maximum length of a text to tokenise."""
 
 MAX_IDS = 1 << 18
-"""Most ids that are decoded."""
+"""Maximum number of ids to decode."""
 
 MAX_DECODED_BYTES = 1 << 24
-"""Most bytes that the decoded ids may stand for."""
+"""Maximum number of bytes that the decoded ids may stand for."""
 
 
 def work_size(message: Message) -> int:

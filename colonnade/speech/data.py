@@ -6,7 +6,7 @@
 ``audio`` is relative to the folder. ``phonemes`` (optional) are used to draw mouths; ``words`` (optional), the start
 and end of each word [s], are the reference for alignments.
 
-A folder without a manifest may have LRS3's layout (Afouras et al., arXiv 1809.00496): films and their texts, in
+A folder without a manifest may have LRS3's layout (Afouras et al., arXiv 1809.00496): videos and their transcripts, in
 one folder per speaker; ``pretrain`` and ``trainval`` are for training:
 
     trainval/SPEAKER/00001.mp4
@@ -95,7 +95,7 @@ def _chosen(path: Path, recordings: list[Recording], split: str | None) -> list[
 
 
 def read_lrs3(folder: Path) -> list[Recording]:
-    """The films of a folder in LRS3's layout, with their texts in lower case, ordered by name.
+    """The videos of a folder in LRS3's layout, with their transcripts in lower case, ordered by name.
 
     Word times are those of the text's table, if it has one row for each word. Raises DataError for a film without a
     text, or a text that cannot be read, with its name.

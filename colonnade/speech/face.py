@@ -25,7 +25,7 @@ from colonnade.speech.video import brightness
 PACKAGE = "facenet_pytorch"
 NETWORKS = ("pnet", "rnet", "onet")
 THRESHOLDS = (0.6, 0.7, 0.7)
-"""Least score of a window after each network."""
+"""Minimum score of a window after each network."""
 CELL, STRIDE, FACTOR = 12, 2, 0.709
 """Window and stride of network P [pixels]; the ratio of neighbouring scales of the pyramid."""
 SMALLEST_SHARE = 0.15

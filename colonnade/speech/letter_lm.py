@@ -27,7 +27,7 @@ START = 0
 
 
 class LetterModel:
-    """Probabilities of the next letter after the last ORDER − 1, from texts in a recogniser's letters."""
+    """Probabilities of the next letter after the last ORDER − 1, from text in a recogniser's letters."""
 
     def __init__(self, config: SpeechConfig, texts: Iterable[str]):
         if config.pieces or config.vocab_size > 1 << BITS:

@@ -203,7 +203,7 @@ class SpeechModel(nn.Module):
         beam: int | None = None,
         fusion: Fusion | None = None,
     ) -> list[str]:
-        """The texts of whole recordings, by greedy or beam search over all at once."""
+        """The transcripts of whole recordings, by greedy or beam search over all together."""
         search = self.search(len(lengths), beam, fusion)
         found = search.deltas(self.out(self.encode(x_TD, lengths, sizes)).split(list(lengths)))
         texts = [self.config.text([*labels, *search.finish(i)]) for i, labels in enumerate(found)]

@@ -45,11 +45,11 @@ from colonnade.speech.transcript import Segment, word_rows, write_transcript
 from colonnade.speech.whisper_tokens import Model
 
 MAX_UPLOAD_BYTES = 25 << 20
-"""Largest body, OpenAI's limit, unless serve.max_body_bytes is set [bytes]."""
+"""Maximum body size, OpenAI's limit, unless serve.max_body_bytes is set [bytes]."""
 QUEUED_BODIES = 8
 """Bodies of maximum size that may be in memory at once (arriving, waiting or running); more if they are smaller."""
 LONGEST_S = 2 * 3600
-"""Longest recording [s]."""
+"""Maximum length of a recording [s]."""
 GRANULARITIES = "timestamp_granularities[]"
 FIELDS = ("file", "model", "language", "response_format", "temperature", GRANULARITIES)
 UNSUPPORTED: dict[str, tuple[object, ...]] = {

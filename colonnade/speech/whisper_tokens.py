@@ -55,7 +55,7 @@ class WhisperTokens:
     prompt: tuple[int, ...]
     """The tokens after the start: language and task, in a multilingual model."""
     suppressed: tuple[int, ...]
-    """Tokens that are no speech: marks of speakers, music, and all special ones."""
+    """Tokens that are not speech: marks of speakers, music, and all special ones."""
     first_suppressed: tuple[int, ...]
     """Tokens that begin no text: a space, the end."""
     alignment: tuple[tuple[int, int], ...] = ()

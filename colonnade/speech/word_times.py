@@ -26,7 +26,7 @@ PART_S = HOP / RATE
 UNKNOWN = -1
 """The target of a recording without known times."""
 SPACE_PARTS = 2
-"""Least length of a space."""
+"""Minimum length of a space."""
 
 
 class WordTime(NamedTuple):

@@ -23,7 +23,7 @@ from colonnade.tune.classify import Example, class_logits
 from colonnade.tune.encoder_data import Question, Text
 
 QUESTION_TOKENS = 128
-"""Most tokens of a question with an answer (choice)."""
+"""Maximum tokens of a question with an option (choice)."""
 BATCH = 32
 
 

@@ -23,7 +23,7 @@ UNSUPPORTED: dict[str, Any] = {
     "attention.clamp_kqv": 0.0, "attention.max_alibi_bias": 0.0, "attention.scale": 0.0, "logit_scale": 0.0,
     "attn_logit_softcapping": 0.0, "final_logit_softcapping": 0.0, "rope.scaling.yarn_log_multiplier": 0.0,
 }  # fmt: skip
-"""Features that these architectures lack, with llama.cpp's value for "none", which alone is accepted."""
+"""Features that these architectures lack, with llama.cpp's value for "none"; only that value is accepted."""
 ROPE_DIVISORS = "rope_freqs.weight"
 """The tensor of the values that divide the RoPE frequencies."""
 LLAMA3_ORIGINAL_CONTEXT = 8192

@@ -60,7 +60,7 @@ def write_gguf(
     dense_as: Literal["F16", "Q8_0"] = "F16",
     overwrite: bool = False,
 ) -> None:
-    """Write ``model`` as the file ``path``; quantised matrices as they are, others as ``dense_as``.
+    """Write ``model`` as the file ``path``; quantised matrices unchanged, others as ``dense_as``.
 
     Raises :class:`ConfigError` for a model that the format cannot represent, :class:`CheckpointError` for a file that
     exists or cannot be written.

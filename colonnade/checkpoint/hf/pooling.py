@@ -26,7 +26,7 @@ _KINDS: dict[str, Pooling] = {
 
 @dataclass(frozen=True)
 class StoredPooling:
-    """Pooling and classes of a model's folder; None for what its files do not have."""
+    """Pooling and classes of a model's folder; None for settings missing from its files."""
 
     kind: Pooling | None = None
     normalize: bool | None = None

@@ -23,7 +23,7 @@ CHUNK_BYTES = 1 << 25
 """Memory for one chunk of logits [bytes]."""
 
 CHUNK_ROWS = 4096
-"""Most cells of one chunk."""
+"""Maximum number of cells in one chunk."""
 
 DEAD = 2.0**-32
 """Cells that alignments pass with a smaller probability are skipped in a float32 backward pass, because their logits

@@ -25,7 +25,7 @@ from colonnade.kernels.transducer.joint import DEAD, Gradients, Posteriors
 CHUNK_BYTES = 192 << 20
 """Memory for a chunk's hidden units, logits and their gradients [bytes]; smaller chunks take longer to launch."""
 CHUNK_ROWS = 16384
-"""Most cells of a chunk."""
+"""Maximum number of cells in a chunk."""
 ROW_ALIGNMENT = 8
 """Rows of GEMM operands are padded to this many elements, 16 bytes."""
 TILE = tl.constexpr(2048)

@@ -59,7 +59,7 @@ def _specialization(ids_TA: Tensor, kinds: Sequence[str], experts: int) -> Speci
 
 
 def top_tokens(ids_TA: Tensor, pieces: Sequence[str], experts: int, count: int = 8) -> list[list[str]]:
-    """By expert, the texts of the tokens with the most choices beyond its share, as in ST-MoE's tables."""
+    """By expert, the text of the tokens with the most choices beyond its share, as in ST-MoE's tables."""
     texts = sorted({piece.strip() for piece in pieces} - {""})
     found = _specialization(ids_TA.cpu(), [piece.strip() for piece in pieces], experts)
     row = {text: i for i, text in enumerate(found.kinds)}

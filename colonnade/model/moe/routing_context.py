@@ -91,7 +91,7 @@ class DispatchOptions:
 
 
 class TokenGroups(NamedTuple):
-    """Tokens that are routed, or balanced, as one: the sequences of a step, or the tasks of texts."""
+    """Tokens that are routed, or balanced, as one: the sequences of a step, or the tasks of documents."""
 
     group_T: Tensor
     """int64: each token's group, the same number on all ranks."""

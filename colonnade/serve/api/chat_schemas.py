@@ -15,7 +15,7 @@ from colonnade.serve.structured_outputs import StructuredOutputs
 from colonnade.serve.tool_calls import ToolNotation, ToolOptions
 
 MAX_TOOLS = 128
-"""Most tools of a request."""
+"""Maximum number of tools of a request."""
 
 MAX_TOOLS_BYTES = 256 << 10
 """Size limit of the tools of a request as JSON [bytes]."""

@@ -8,7 +8,7 @@ from colonnade.errors import RequestError
 from colonnade.serve.api.errors import format_value
 
 SIMILARITY_CUTOFF = 0.75
-"""Least similarity of an unknown name to the one suggested in its place (difflib's ratio)."""
+"""Minimum similarity between an unknown name and the suggested one (difflib's ratio)."""
 
 MAX_NAME_CHARACTERS = 80
 """Longer names are cut off in error messages."""
@@ -24,8 +24,8 @@ def known_parameters(
     """Those of ``values`` that are ``fields``.
 
     Raises :class:`RequestError` for an ``unsupported`` parameter, unless its value is one of those that have no effect,
-    with the ``reason``; and for a name that is none of the three, with the most similar field. An unsupported parameter
-    that is a field is supported.
+    with the ``reason``; and for a name that is not one of the three, with the most similar field. An unsupported
+    parameter that is a field is supported.
     """
     for name, neutral in unsupported.items():
         value = None if name in fields else values.get(name)

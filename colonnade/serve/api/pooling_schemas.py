@@ -14,7 +14,7 @@ from colonnade.serve.api.request_schemas import PROMPT
 from colonnade.serve.pooling_request import PoolingRequest, Text
 
 MAX_TEXTS = 2048
-"""Most texts in one request: OpenAI's limit."""
+"""Maximum number of texts in one request: OpenAI's limit."""
 
 TEXTS: dict[str, Any] = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}, "minItems": 1}]}
 

@@ -249,7 +249,9 @@ def _finite(logprob: float) -> float:
 
 
 def _token_text(data: bytes) -> str:
-    """The text of a token; one that is no UTF-8 by its bytes, as OpenAI writes it, so that tokens stay distinct."""
+    """The text of a token; one that is not UTF-8 is written by its bytes, as OpenAI does, so that tokens stay
+    distinct.
+    """
     try:
         return data.decode()
     except UnicodeDecodeError:

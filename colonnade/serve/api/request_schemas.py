@@ -22,15 +22,16 @@ MAX_STOP_CHARACTERS = 512
 """Length limit of a stop string: each is searched for at every token."""
 
 MAX_CHOICES = 16
-"""Largest ``n``."""
+"""Maximum ``n``."""
 
 MAX_TOKEN_DIGITS = 9
-"""Longest token id of ``logit_bias``."""
+"""Maximum length of a token id in ``logit_bias``."""
 MAX_PRIORITY = 100
-"""Largest absolute value of a priority: a request rises one class in 30 s, and each must become the first some day."""
+"""Maximum absolute value of a priority: a request rises one class in 30 s, and each must eventually become the
+first."""
 
 MAX_TIMEOUT_S = 1e6
-"""Largest timeout [s]."""
+"""Maximum timeout [s]."""
 
 UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "top_logprobs": (0,),
