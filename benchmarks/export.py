@@ -1,4 +1,5 @@
-"""Exported packages: time from a new process's start to its first token, and of a step, beside eager and torch.compile.
+"""Exported packages: time from a new process's start to its first token, and of a step, compared with eager and
+torch.compile.
 
     python benchmarks/export.py                      # SmolLM2-135M-Instruct; compiles for some minutes
     python benchmarks/export.py --random smollm2     # a preset with random weights

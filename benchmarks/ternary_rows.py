@@ -5,8 +5,8 @@
     python benchmarks/ternary_rows.py --tiny         # on a CPU, the references: writes no record
 
 A CUDA graph of several calls is timed, each call on another copy of the weights, so that none finds them in the level-2
-cache; the time is per call. Weights are random words: all places are alike, as GPTQ leaves them. bfloat16 experts are
-two gathered matrices as products of their own, without a kernel that routes.
+cache; the time is per call. Weights are random words: all places are equally likely, as after GPTQ. bfloat16 experts
+are two gathered matrices as separate products, without a kernel that routes.
 """
 
 import argparse
@@ -82,7 +82,7 @@ def multiply(x: Tensor, weight: Quantised | Tensor) -> Tensor:
 
 
 def experts(device: str, *, tiny: bool, tokens: tuple[int, ...]) -> list[dict[str, Cell]]:
-    """A layer of experts, 2 a token; each call has other weights, and the first experts."""
+    """A layer of experts, 2 per token; each call has other weights, and the first experts."""
     (E, hidden, width), active = TINY_LAYER if tiny else LAYER, 2
     found: list[dict[str, Cell]] = []
     for kind in KINDS[1:]:

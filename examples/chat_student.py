@@ -7,7 +7,7 @@ answers (Kim and Rush 2016, arXiv 1606.07947). Its folder is DialoGPT's: GPT-2's
 chat template, and ``task_specific_params.conversational`` in ``config.json``, which means that each turn ends with EOS.
 
 The questions are those of ``capitals.jsonl``; the last ones are held out. A student of this size, from random weights,
-repeats what it was taught, and knows nothing else: the printed shares say so.
+repeats its training data and nothing else, as the printed shares show.
 """
 
 import argparse

@@ -5,8 +5,8 @@
     POST /  JPEG -> decode, resize, normalise -> network -> softmax, five best classes -> JSON
 
 A thread a connection, and one thread that runs the network, since OpenMP has a set of threads for each that calls it.
-With --overlap the other stages run in the connections' threads, beside the network of another request; else that one
-thread runs all three. Threads, affinity and OpenMP's settings are inherited (:mod:`colonnade.cores`).
+With --overlap the other stages run in the connections' threads, concurrently with the network of another request;
+otherwise one thread runs all three. Threads, affinity and OpenMP's settings are inherited (:mod:`colonnade.cores`).
 """
 
 import argparse
