@@ -208,7 +208,7 @@ def _with_environment_keys(config: ServeConfig) -> ServeConfig:
 
 
 def _serve_transcriptions(spec: "ModelSpec", config: ServeConfig) -> None:
-    """Serve a Whisper."""
+    """Serve a Whisper model."""
     try:
         from colonnade.serve.served_models import model_names
         from colonnade.speech.transcription_server import serve as run

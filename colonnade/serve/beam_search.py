@@ -7,7 +7,7 @@ source. A step gives the most probable tokens after each beam: (1 + end tokens)Â
 continuations the best that do not end become the beams of the next step; one that ends is finished if it is among the
 best ``width``. The search ends when ``width`` have finished and no running beam scores higher at its present length (as
 in transformers, whose ``early_stopping`` is False), or at the limit of tokens. Nothing is random, so a preempted search
-starts again.
+is restarted.
 
 Pure Python: no tensors. The scheduler moves pages (:meth:`colonnade.serve.scheduler.Scheduler.continue_search`).
 """
@@ -66,7 +66,7 @@ class BeamSearch:
         return candidates(self.width, len(self.ends))
 
     def start(self, root: "Request") -> None:
-        """Begin, or begin again, with ``root`` as the only beam."""
+        """Start, or restart, with ``root`` as the only beam."""
         self.root, self.beams, self._totals, self._finished = root, [root], [0.0], []
         self._scores.clear()
 

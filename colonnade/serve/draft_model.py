@@ -1,12 +1,12 @@
 """Speculative decoding with a draft model: a smaller model with the same vocabulary generates the drafts.
 
     before a decode step   the draft model decodes up to k tokens of each request, one pass for each
-    the step               the target decodes the newest token and the k drafts, each as a row of its own, and samples
+    the step               the target decodes the newest token and the k drafts, each as its own row, and samples
     commit                 samples are kept while they equal the drafts (:mod:`colonnade.serve.speculation`)
 
 Leviathan 2023 and Chen 2023 accept a draft with the ratio of the two models' probabilities, which keeps the target's
-distribution. Here both models sample with the same noise, a function of seed, place and token: a draft is accepted if
-it is the token that the target draws with this noise anyway, so the text of a seed does not change. With the same
+distribution. Here both models sample with the same noise, a function of seed, position and token: a draft is accepted
+if it is the token that the target draws with this noise anyway, so the text of a seed does not change. With the same
 noise the two draws are equal nearly as often as the distributions overlap.
 
 The draft model has its own KV cache with the target's pages and page tables: slot i of a page holds the same token

@@ -20,16 +20,17 @@ from colonnade.serve.page_pool import PagePool
 from colonnade.serve.resolve_config import EngineTraits, draft_config
 
 OTHER_TOKENS = 0.01
-"""Share of the target's tokens that may be others in the draft model: added ones, such as those of a chat template."""
+"""Share of the target's tokens that may differ in the draft model: added ones, such as those of a chat template."""
 
 CPU_ROW_SHARE = 0.25
-"""On a CPU a pass takes so much longer for each row, about: SmolLM2-135M 34 ms for 1 row, 84 ms for 8, on one core."""
+"""On a CPU a pass takes about this much longer per row: SmolLM2-135M 34 ms for 1 row, 84 ms for 8, on one core."""
 
 
 def open_draft(serve: ServeConfig, target: ModelConfig, tokenizer: Tokenizer | None) -> OpenedModel:
     """Open the model that ``serve.draft`` names, without its weights; ``tokenizer`` is the target's.
 
-    Raises :class:`ConfigError` if there is none, if it generates no text, or if its vocabulary is not the target's.
+    Raises :class:`ConfigError` if there is none, if it does not generate text, or if its vocabulary differs from the
+    target's.
     """
     assert serve.draft is not None, "the caller has checked it"
     name = f"--serve.draft {serve.draft}"

@@ -126,7 +126,7 @@ class Engine:
         """Give the model new weights, which ``write`` copies into its parameters in place; returns their version.
 
         Recorded steps and CUDA graphs keep their addresses. The prefix cache is emptied, because its keys are those of
-        the old weights, and running requests start again. Every later output carries the new version.
+        the old weights, and running requests restart. Every later output carries the new version.
         """
         self.core.refresh(write)
         self.version += 1

@@ -1,4 +1,4 @@
-"""The HTTP process's connection to an engine: requests out, outputs back to whoever waits for them.
+"""The HTTP process's connection to an engine: requests out, outputs back to the waiting readers.
 
 All completions of an HTTP request share a queue, so that whatever has arrived is delivered together. Closing a reader
 cancels its request; an engine that dies ends all of them with an error. The messages are :mod:`colonnade.serve.ipc`'s.

@@ -35,7 +35,7 @@ if TYPE_CHECKING:  # needs the extra trace
     from colonnade.serve.api.tracing import Tracer
 
 READY_S = 30.0
-"""A front that is started again listens once its engines are ready, or after this time [s]."""
+"""A restarted front listens once its engines are ready, or after this time [s]."""
 
 EXIT_S = 3.0
 """Time to close the connections at the end [s]."""

@@ -23,7 +23,7 @@ class GenerationRequest:
     n: int = 1
     """Choices for each prompt."""
     special: bool = True
-    """Whether the tokens that begin and end every text are added to ``prompts`` that are text."""
+    """Whether the tokenizer's begin and end tokens are added to ``prompts`` that are text."""
     template: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of :meth:`Tokenizer.encode_chat`: ``tools``, ``continue_last``, and variables of the template."""
     client: str = ""

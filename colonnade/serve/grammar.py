@@ -30,7 +30,7 @@ COMPILE_STACK_BYTES = 256 << 20
 usual 8 MiB, which would kill the process. The pages that are not used cost no memory."""
 
 _stack_size = threading.Lock()
-"""Held while a thread starts with another stack: the size is one setting for all threads."""
+"""Held while a thread starts with a different stack size: the size is one setting for all threads."""
 
 
 class Matcher:

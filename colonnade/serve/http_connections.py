@@ -22,10 +22,10 @@ from colonnade.serve.pooling_request import PoolingOutput
 from colonnade.serve.request import Output
 
 MAX_UNSENT_BYTES = 64 << 20
-"""A connection with more that its process has not read is closed."""
+"""A connection with more unread output is closed [bytes]."""
 
 RETRY_S = 0.01
-"""An idle engine tries again to send what waits after this time [s]."""
+"""Interval at which an idle engine retries to send pending output [s]."""
 
 
 class HttpConnection:
@@ -49,7 +49,7 @@ class HttpConnection:
         self.flush()
 
     def flush(self) -> None:
-        """Send what waits; drops it if the process has exited or does not read."""
+        """Send pending output; drops it if the process has exited or does not read."""
         try:
             while self._unsent:
                 del self._unsent[: self.socket.send(self._unsent, socket.MSG_DONTWAIT)]

@@ -1,4 +1,4 @@
-"""Messages between the HTTP process and the engine process: one JSON object a line, over a Unix socket.
+"""Messages between the HTTP process and the engine process: one JSON object per line, over a Unix socket.
 
     HTTP -> engine    {"do": "start"}                       after "loaded": the engine allocates its cache
                       {"do": "submit", "ids", "prompts", "messages", "params", "n", "special", "template", "client",

@@ -2,8 +2,8 @@
 
     token -> grammar and penalties advance -> detokenizer -> stop strings -> :class:`~colonnade.serve.request.Output`
 
-The first output also has what was asked of the prompt: its text (``echo``), its ids and its log-probabilities. Nothing
-here ends a request: the engine does, when an output has a finish reason.
+The first output also has what was requested for the prompt: its text (``echo``), its ids and its log-probabilities.
+Nothing here ends a request: the engine does, when an output has a finish reason.
 """
 
 from collections.abc import Sequence

@@ -28,7 +28,7 @@ from colonnade.serve.text_stream import TextStream
 SLOT_STEP = 128
 """A pass attends to the written slots of the cache, rounded up to a multiple of this."""
 STEPWISE_TOKENS = 8
-"""A prompt of up to so many new tokens runs in decode steps."""
+"""A prompt of up to this many new tokens runs in decode steps."""
 SUPPORTED = {
     "temperature", "top_k", "top_p", "min_p", "seed", "stop", "stop_token_ids", "max_tokens", "ignore_eos",
     "skip_special_tokens", "min_tokens", "repetition_penalty", "frequency_penalty", "presence_penalty", "logit_bias",
@@ -56,11 +56,11 @@ class Package:
         shape = (info.context + info.prefill, *info.cache_row)
         self._cache = [torch.zeros(shape, dtype=getattr(torch, info.dtype)) for _ in range(info.model.layers)]
         self._tokens: list[int] = []
-        """Those whose keys and values the cache has."""
+        """Those with keys and values in the cache."""
 
     @torch.no_grad()
     def logits(self, ids: Sequence[int]) -> Tensor:
-        """logits_V after ``ids``; what the cache has of their beginning is not computed again."""
+        """logits_V after ``ids``; the beginning that is already in the cache is not recomputed."""
         same = next((i for i, (a, b) in enumerate(zip(ids, self._tokens, strict=False)) if a != b), None)
         if same is None:
             same = min(len(ids) - 1, len(self._tokens))

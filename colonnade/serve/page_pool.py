@@ -13,9 +13,9 @@ The contents of a full page depend only on the tokens up to its end, so their ha
 A free page keeps its hash, and can be shared again, until it is allocated. Pages without a hash are allocated first,
 then those that were released first.
 
-Under context parallelism page p is page p // ranks of the cache of rank p mod ranks. The pages of a request go round
-the ranks, so that each rank holds, and reads, an equal part of every long request. If a rank has no free page, one of
-another rank is used: this affects the balance only, not the result.
+Under context parallelism page p is page p // ranks of the cache of rank p mod ranks. The pages of a request are
+assigned to the ranks in turn, so that each rank holds, and reads, an equal part of every long request. If a rank has no
+free page, one of another rank is used: this affects the balance only, not the result.
 
 :meth:`PagePool.audit` checks the reference counts; the tests call it after every operation. Nothing here is a tensor.
 """

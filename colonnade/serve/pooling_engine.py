@@ -1,6 +1,6 @@
 """The engine for embeddings, classes and scores: texts in, a row of numbers for each out, without a cache.
 
-    work    = schedule()      the texts that wait, packed up to the token budget     pooling_queue.py
+    work    = schedule()      the waiting texts, packed up to the token budget     pooling_queue.py
     rows    = run(work)       one forward pass: model(stream, Packed, head)          pooler.py
     outputs = commit(rows)    base64 of each row
 
@@ -99,7 +99,7 @@ class PoolingEngine:
         return self._commit(*ready) if ready else []
 
     def cancel(self, key: str) -> bool:
-        """Drop a text, and those of its request that wait; False if it has ended."""
+        """Drop a text, and the waiting ones of its request; False if it has ended."""
         if (request := self._live.pop(key, None)) is None:
             return False
         self.queue.cancel(request)

@@ -44,9 +44,9 @@ def token_ids(tokens: object, vocab_size: int, what: str, allowed: str = "token 
 
 
 def encode_text(text: str, tokenizer: "Tokenizer", encoder: EncoderConfig | None, *, special: bool = True) -> list[int]:
-    """The ids of a prompt; ``special`` adds the tokens that begin or end every text.
+    """The ids of a prompt; ``special`` adds the tokenizer's begin and end tokens.
 
-    A model of languages gets those from :func:`encoder_input`, since its tokenizer would add its own language.
+    A model with languages gets those from :func:`encoder_input`, since its tokenizer would add its own language.
     """
     return tokenizer.encode(text, special and not (encoder is not None and encoder.languages))
 
@@ -56,7 +56,7 @@ def encoder_input(
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """(source, first tokens of the target) of an encoder–decoder for a prompt ``ids``.
 
-    The source gets its end token and, in a model of languages, begins with that of its language. A language that
+    The source gets its end token and, in a model with languages, begins with that of its language. A language that
     ``ids`` begin with, or end with after an end token (older tokenizers of NLLB), counts if ``source_lang`` is omitted.
     Raises :class:`RequestError` for a source that is empty or over the encoder's context, for a language that is
     missing or unknown, and for parameters about the tokens of a prompt, which is not part of the output here.
@@ -173,7 +173,7 @@ def _is_list_of(value: object, matches: Callable[[object], bool]) -> bool:
 
 
 def check_params(params: object) -> SamplingParams:
-    """``params``, or the default for None; raises :class:`RequestError` for another type."""
+    """``params``, or the default for None; raises :class:`RequestError` for any other type."""
     if params is None:
         return SamplingParams()
     if not isinstance(params, SamplingParams):

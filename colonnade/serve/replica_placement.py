@@ -25,12 +25,12 @@ class Placement(NamedTuple):
     gpus: tuple[str, ...] = ()
     """Entries of CUDA_VISIBLE_DEVICES."""
     engines: int = 1
-    """Engines among which the memory is divided that is free when this one allocates its cache
+    """Number of engines that divide the memory that is free when this one allocates its cache
     (:mod:`colonnade.serve.start_order`)."""
 
     @property
     def alone(self) -> "Placement":
-        """The same place, with its memory undivided; equal for engines that share cores or GPUs."""
+        """The same placement, with its memory undivided; equal for engines that share cores or GPUs."""
         return self._replace(engines=1)
 
 

@@ -1,7 +1,7 @@
 """Starts the engines of :class:`Replicas`, restarts those that die, and stops all at the end.
 
-starting -> up -> died -> starting again, with a cache of the same size and the weights that were swapped in
-└ after MAX_DEATHS deaths in DEATHS_S: left out; without the last one the model fails
+starting -> up -> died -> restarting, with a cache of the same size and the weights that were swapped in
+└ after MAX_DEATHS deaths in DEATHS_S: removed; without the last one the model fails
 """
 
 import asyncio
@@ -28,8 +28,8 @@ DEATHS_S = 600.0
 class ReplicaProcesses:
     """The processes of ``replicas``, one engine for each of ``placements``, which allocates its cache in its turn.
 
-    ``announce`` gets a line when one dies, and when it is up again; it calls them ``labels``. ``on_up`` is called with
-    the number and the connection of one that is up.
+    ``announce`` gets a line when one dies, and when it is up again; ``labels`` are their names. ``on_up`` is called
+    with the number and the connection of one that is up.
     """
 
     def __init__(

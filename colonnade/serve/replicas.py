@@ -27,7 +27,7 @@ from colonnade.serve.tool_calls import ToolNotation
 
 
 class Replicas:
-    """``count`` engines, numbered from 0; with one, requests survive its death too, if it is started again."""
+    """``count`` engines, numbered from 0; with one, requests also survive its death, if it is restarted."""
 
     def __init__(self, count: int):
         self.draining = False
@@ -99,7 +99,7 @@ class Replicas:
 
     @property
     def replicas(self) -> Mapping[int, bool]:
-        """Whether each replica takes requests; empty if there is one engine."""
+        """Whether each replica accepts requests; empty if there is one engine."""
         up = self.up
         return {i: i in up for i in range(len(self.clients))} if len(self.clients) > 1 else {}
 

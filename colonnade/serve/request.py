@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 FinishReason = Literal["stop", "length", "error", "grammar_error", "displaced", "diverged"]
 """stop: an end token, a stop string, or the end of the grammar. length: max_tokens or the context. error: the logits
 were not finite. grammar_error: the grammar needs more work for a token than is allowed. displaced: it lost its place in
-a full queue to another client. diverged: a resumed beam search found another text than the one that was delivered."""
+a full queue to another client. diverged: a resumed beam search found a different text from the one delivered."""
 
 
 class Status(Enum):
@@ -126,7 +126,7 @@ class Request:
 
     @property
     def input_tokens(self) -> int:
-        """Tokens that the client gave: the source, or the prompt."""
+        """Tokens from the client: the source, or the prompt."""
         return len(self.source or self.prompt)
 
     @property
@@ -237,11 +237,11 @@ class Output(NamedTuple):
     logprobs: TokenLogprob | None = None
     """The token's, if asked for."""
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None
-    """The prompt's, in the first output, if asked for."""
+    """The prompt's, in the first output, if requested."""
     cached_tokens: int = 0
     """Tokens of the prompt that the prefix cache had."""
     prompt_token_ids: tuple[int, ...] | None = None
-    """The prompt's, in the first output, if asked for."""
+    """The prompt's, in the first output, if requested."""
     version: int = 0
     """Of the weights (:meth:`colonnade.serve.engine.Engine.refresh`)."""
 
@@ -258,7 +258,7 @@ class Completion:
     logprobs: tuple[TokenLogprob, ...] | None = None
     """Of each of ``token_ids``, if asked for."""
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None
-    """Of each token of the prompt, if asked for."""
+    """Of each token of the prompt, if requested."""
 
     @staticmethod
     def of(outputs: Iterable[Output]) -> "Completion":

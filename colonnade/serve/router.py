@@ -27,11 +27,11 @@ KNOWN_BLOCKS = 1 << 15
 """Blocks remembered for each replica, the least recently used ones dropped first."""
 
 MIN_PREFIX_SHARE = 0.3
-"""A known prefix decides if it covers this share of the prompt."""
+"""A known prefix determines the replica if it covers this share of the prompt."""
 
 MAX_EVEN_LOAD = 8
 MAX_LOAD_RATIO = 1.5
-"""The load is uneven if the busiest replica has more than 8 requests, and more than 1.5 times the idlest one's."""
+"""The load is uneven if the busiest replica has more than 8 requests, and more than 1.5 times the least busy one's."""
 
 
 def text_bytes(text: str | Sequence[int] | Mapping[str, Any]) -> bytes:

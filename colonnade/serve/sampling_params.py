@@ -1,6 +1,6 @@
 """Sampling parameters of a request: a frozen, validated record.
 
-A bad value raises :class:`colonnade.errors.RequestError` whose ``param`` is the field's name, so that the HTTP layer
+A bad value raises :class:`colonnade.errors.RequestError` with the field's name as ``param``, so that the HTTP layer
 can report it as OpenAI does.
 """
 
@@ -48,7 +48,7 @@ class SamplingParams:
     min_p: float = 0.0
     """Keep tokens at least this many times as probable as the most probable one (Nguyen 2024)."""
     seed: int | None = None
-    """The same seed gives the same text, whatever else is in the batch; None takes a random one."""
+    """The same seed gives the same text, whatever else is in the batch; None picks a random one."""
     stop: Sequence[str] | str = ()
     """Strings that end the text; they may span tokens and are not part of the text."""
     stop_token_ids: Sequence[int] = ()
@@ -65,7 +65,7 @@ class SamplingParams:
     tempered_logprobs: bool = False
     """Divide the logits by the temperature before ``logprobs``; only without filters."""
     prompt_logprobs: int | None = None
-    """The same for each token of the prompt but the first. Such a prompt is not read from the prefix cache."""
+    """The same for each token of the prompt except the first. Such a prompt is not read from the prefix cache."""
     echo: bool = False
     """Begin the text with the prompt's."""
     return_prompt_ids: bool = False
@@ -173,7 +173,7 @@ class SamplingParams:
 
     @classmethod
     def from_kwargs(cls, kwargs: Mapping[str, Any]) -> Self:
-        """Build from keyword arguments; an unknown name is refused with the nearest known one."""
+        """Build from keyword arguments; an unknown name is refused with the closest known one."""
         known = [field.name for field in fields(cls)]
         for name in kwargs:
             if name not in known:

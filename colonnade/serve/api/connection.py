@@ -1,6 +1,6 @@
 """Limits on connections, so that slow, stalled and idle clients cannot hold the server's memory or descriptors.
 
-uvicorn's protocols wait forever for the rest of a header, and for a client that does not read its answer. Here:
+uvicorn's protocols wait forever for the rest of a header, and for a client that does not read its response. Here:
 
     connect ── 10 s ──> headers complete ── 30 s, more for long bodies ──> body complete ──> answer ──> keep-alive, 65 s
                  |                               |                              |

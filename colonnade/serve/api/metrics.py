@@ -94,7 +94,7 @@ class Metrics:
         return generate_latest(self._shown)
 
     def start_timer(self, model: str) -> "RequestTimer":
-        """A timer for a request for ``model`` that arrives now."""
+        """A timer for a request for ``model`` that has just arrived."""
         return RequestTimer(self._observers[model])
 
     def count_shadow(self, result: str) -> None:

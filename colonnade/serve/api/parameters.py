@@ -43,5 +43,5 @@ def known_parameters(
 
 
 def are_ids(value: object) -> bool:
-    """Whether ``value`` is a list of token ids that is not empty."""
+    """Whether ``value`` is a non-empty list of token ids."""
     return isinstance(value, list) and bool(value) and all(type(item) is int for item in value)

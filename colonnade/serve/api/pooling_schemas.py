@@ -1,6 +1,6 @@
 """The bodies of requests for embeddings, classes, scores and rankings: OpenAI's, vLLM's, Jina's and Cohere's.
 
-An unknown parameter is refused, with the nearest known one, as for generation.
+An unknown parameter is refused, with the closest known one, as for generation.
 """
 
 from typing import Annotated, Any, ClassVar, Literal
@@ -123,7 +123,7 @@ class ScoreBody(PairsBody):
         raise RequestError(f"{info.field_name} {problem}", param=info.field_name)
 
     def pairs(self) -> tuple[list[str], list[str], list[tuple[str, int]]]:
-        """One text with one, one with each of many, or as many with as many."""
+        """One text with one, one with each of many, or two lists of equal length."""
         first, second = (x if isinstance(x, list) else [x] for x in (self.text_1, self.text_2))
         counts = [len(x) if isinstance(x, list) else 0 for x in (self.text_1, self.text_2)]
         if len(first) not in (1, len(second)):

@@ -236,7 +236,7 @@ class Health(Reply):
 
 
 class ReplicaCount(Reply):
-    """How many replicas take requests, of how many."""
+    """Number of replicas that accept requests, and of all replicas."""
 
     up: int
     all: int

@@ -2,7 +2,7 @@
 
 An unsupported parameter is refused by name, unless its value has no effect (``suffix=""``): silently ignoring a
 parameter would give a wrong result. Parameters that never change the text (``user``, ``metadata``) are accepted. An
-unknown parameter is refused, with the nearest known one.
+unknown parameter is refused, with the closest known one.
 """
 
 from dataclasses import fields
@@ -237,7 +237,7 @@ class Body(SamplingFields, SchedulingFields):
 
     @property
     def include_usage(self) -> bool:
-        """True if a last chunk with the usage is wanted."""
+        """True if a last chunk with the usage is requested."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
     @property

@@ -7,7 +7,7 @@
                         response.function_call_arguments.done, response.output_item.done
     response.completed, response.incomplete (max_output_tokens or the context) or response.failed
 
-The whole answer is the response of the last event.
+The whole response is in the last event.
 """
 
 import time

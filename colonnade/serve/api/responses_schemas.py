@@ -45,7 +45,7 @@ CHAT_NAMES = {
     "messages": "input", "response_format": "text", "structured_outputs": "text", "max_tokens": "max_output_tokens",
     "max_completion_tokens": "max_output_tokens",
 }  # fmt: skip
-"""Parameters of a chat, and what they are called here."""
+"""Parameters of a chat, and their names here."""
 
 AS_IN_CHATS = (*SamplingFields.model_fields, "chat_template_kwargs", "parallel_tool_calls")
 """Parameters that are those of a chat."""
@@ -162,7 +162,7 @@ class ResponsesBody(SamplingFields, SchedulingFields):
 
     @cached_property
     def chat(self) -> ChatBody:
-        """The same as a chat; raises :class:`RequestError` for what neither can express."""
+        """The same as a chat; raises :class:`RequestError` for what a chat cannot represent."""
         values: dict[str, Any] = {name: value for name in AS_IN_CHATS if (value := getattr(self, name)) is not None}
         values["messages"] = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
         values["messages"] += to_messages(self.input)

@@ -22,7 +22,7 @@ class TokenizeBody(BaseModel):
     prompt: str | None = None
     messages: list[ChatMessage] | None = None
     add_special_tokens: bool | None = None
-    """Add the tokens that begin or end every text, as /v1/completions does; by default so for a prompt. The chat
+    """Add the tokenizer's begin and end tokens, as /v1/completions does; the default for a prompt. The chat
     template writes those of ``messages``."""
     add_generation_prompt: bool | None = None
     """Whether the beginning of a reply follows the messages; true by default."""
