@@ -74,7 +74,7 @@ class Writer(StorageWriter):
         """Does nothing."""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Drops empty pieces (of a rank beyond the rows of a small tensor)."""
+        """Drops empty pieces (of ranks beyond the rows of a small tensor)."""
         items = [item for item in plan.items if item.tensor_data is None or math.prod(item.tensor_data.chunk.sizes)]
         return dataclasses.replace(plan, items=items)
 

@@ -2,8 +2,8 @@
 
 :func:`open_model` resolves a name and reads the config, but not yet the weights: a native checkpoint (or a run folder:
 its newest one), a Hugging Face folder, a GGUF file, an id on the Hugging Face Hub, or one of the Python packages that
-contain weights. Of the Hub only safetensors, JSON and tokenizer files are downloaded, and packages are not imported, so
-no foreign code runs. :func:`load_model` checks the memory, builds the model and reads its weights.
+contain weights. From the Hub only safetensors, JSON and tokenizer files are downloaded, and packages are not imported,
+so no foreign code runs. :func:`load_model` checks the memory, builds the model and reads its weights.
 """
 
 import difflib

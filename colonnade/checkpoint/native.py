@@ -3,7 +3,7 @@
     manifest.json               size and SHA-256 of every other file; written last
     checkpoint.json             step, data cursor, the resolved config, versions
     tensors.json                the pieces of each tensor and their files
-    weights-00000.safetensors   rank 0's pieces, under the parameters' names; likewise for each rank, and for the
+    weights-00000.safetensors   rank 0's pieces, under the parameters' names; the same for each rank, and for the
                                 optimizer's exp_avg-… and exp_avg_sq-…
     tokenizer/                  the tokenizer's files
 

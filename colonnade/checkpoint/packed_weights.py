@@ -230,7 +230,7 @@ def _assemble(data: Tensor, entries: list[_Entry], config: ModelConfig, dtype: t
 
 
 def _write(model: Transformer, path: Path) -> None:
-    """Write the weights of ``model``; if another process has been first, its file stays."""
+    """Write the weights of ``model``; if another process was first, its file stays."""
     parts: list[tuple[_Entry, Tensor]] = []
     at = 0
 
@@ -275,7 +275,7 @@ def _write(model: Transformer, path: Path) -> None:
 
 
 def _delete_old(folder: Path) -> None:
-    """Delete files that have not been used for long, and what killed processes have left."""
+    """Delete files that have not been used for long, and leftovers of killed processes."""
     for path in folder.iterdir():
         try:
             age_s = time.time() - path.stat().st_mtime

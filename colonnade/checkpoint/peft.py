@@ -64,8 +64,8 @@ def read_base(folder: Path) -> str:
 def read_peft(folder: Path, base: ModelConfig) -> Adapter:
     """The adapters in ``folder`` for a model ``base``; a layer without one gets zeros.
 
-    Raises :class:`CheckpointError` for damaged files, for tensors of another model, and for what PEFT can but plain
-    LoRA cannot compute.
+    Raises :class:`CheckpointError` for damaged files, for tensors of another model, and for PEFT features beyond plain
+    LoRA.
     """
     config = _read_config(folder)
     for key, neutral in _NEUTRAL.items():

@@ -22,7 +22,7 @@ DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (
 
 
 class Piece(Config):
-    """One saved box of a tensor: a chunk, in the words of torch.distributed.checkpoint."""
+    """One saved box of a tensor: a chunk, in the terms of torch.distributed.checkpoint."""
 
     offsets: tuple[int, ...]
     """Where it begins in the whole tensor."""

@@ -94,7 +94,7 @@ class ParamMapping:
         return mapping
 
     def shapes(self, shape: Shape, config: ModelConfig) -> dict[str, Shape]:
-        """Names and shapes of their tensors, when our parameter has ``shape``."""
+        """Names and shapes of the file's tensors, when our parameter has ``shape``."""
         return {self.names[0]: shape[::-1] if self.transposed else shape}
 
     def read(self, source: TensorSource, box: Box, config: ModelConfig) -> Tensor:
@@ -103,7 +103,7 @@ class ParamMapping:
 
     @property
     def keeps_inputs_last(self) -> bool:
-        """Whether their tensors have our rows, so that quantised ones can be kept."""
+        """Whether the file's tensors have our rows, so that quantised ones can be kept."""
         return not self.transposed
 
     def read_quantised(

@@ -1,8 +1,8 @@
 """Augments training recordings without changing their words: speeds, rooms, codecs, masks, crops.
 
-Another speed changes pitch and times by the same factor (Ko et al., Interspeech 2015), the others no times. Masks are
-SpecAugment's (Park et al., arXiv 1904.08779): runs of the audio are silenced, and bands of its spectra are set to the
-recording's mean. Pictures are cropped and may be mirrored.
+A change of speed changes pitch and times by the same factor (Ko et al., Interspeech 2015); the others change no times.
+Masks are SpecAugment's (Park et al., arXiv 1904.08779): runs of the audio are silenced, and bands of its spectra are
+set to the recording's mean. Pictures are cropped and may be mirrored.
 """
 
 import numpy as np

@@ -1,4 +1,4 @@
-"""A folder of spoken sentences: ``manifest.jsonl``, one line a recording, and the recordings.
+"""A folder of spoken sentences: ``manifest.jsonl``, one line per recording, and the recordings.
 
     {"audio": "train-00000.flac", "text": "bin blue at f two now", "split": "train", "speaker": "en-us+m1",
      "phonemes": [[0.012, "b"], …], "words": [[0.0, 0.249], …]}
@@ -97,8 +97,8 @@ def _chosen(path: Path, recordings: list[Recording], split: str | None) -> list[
 def read_lrs3(folder: Path) -> list[Recording]:
     """The videos of a folder in LRS3's layout, with their transcripts in lower case, ordered by name.
 
-    Word times are those of the text's table, if it has one row for each word. Raises DataError for a film without a
-    text, or a text that cannot be read, with its name.
+    Word times are those of the transcript's table, if it has one row for each word. Raises DataError, naming the file,
+    for a video without a transcript, or one that cannot be read.
     """
     recordings: list[Recording] = []
     for name, split in LRS3_SPLITS.items():

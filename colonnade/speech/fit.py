@@ -137,7 +137,7 @@ def fit(
 @contextmanager
 def _workers(count: int) -> Iterator[ThreadPoolExecutor]:
     """Threads for the parts of a batch. With two of them torch uses one thread each: the products are too small to
-    divide.
+    split.
     """
     threads = torch.get_num_threads()
     own = 1 if count > 1 else threads

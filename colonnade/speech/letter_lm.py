@@ -5,7 +5,7 @@ without its first letter:
 
     P(c | h) = (count(h c) + kinds(h) · P(c | h′)) / (count(h) + kinds(h))        kinds(h): different letters after h
 
-The text is stored as one integer for each place, its next ORDER letters in BITS each, sorted: all counts after a
+The text is stored as one integer for each position, its next ORDER letters in BITS each, sorted: all counts after a
 context are differences of positions that a binary search finds, so there are no tables of n-grams.
 """
 
@@ -46,7 +46,7 @@ class LetterModel:
         self._kept: dict[tuple[int, ...], np.ndarray] = {}
 
     def probabilities(self, context: tuple[int, ...]) -> np.ndarray:
-        """P of each label after ``context``, labels of which the first may be START; START is the end of the text."""
+        """P of each label after ``context``, which may begin with START; the next label START ends the text."""
         context = context[-(ORDER - 1) :]
         found = self._kept.get(context)
         if found is None:
@@ -69,7 +69,7 @@ class LetterModel:
 class Fusion(NamedTuple):
     """Adds ``weight`` · log Σ share · P + ``bonus`` of each letter to a hypothesis' score.
 
-    A model of a little in-domain text together with one of much other text is better than one model of both.
+    A model of a little in-domain text combined with one of much other text is better than one model of both.
     """
 
     models: tuple[LetterModel, ...]

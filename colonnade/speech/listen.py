@@ -66,7 +66,7 @@ class Listeners:
     ``fusion`` adds a language model to their scores.
 
     Deltas are final: greedy labels immediately, those of a beam when all hypotheses agree, and the rest at the end. A
-    picture belongs to the frame of its number. Once a stream has pictures, audio waits up to LAG frames for them; a
+    picture belongs to the frame with its number. Once a stream has pictures, audio waits up to LAG frames for them; a
     frame whose picture arrives later or never is recognised from audio alone.
     """
 
@@ -92,7 +92,7 @@ class Listeners:
 
     @torch.inference_mode()
     def push(self, stream: int, samples: Tensor, pictures: Tensor | None = None) -> None:
-        """Add samples at 16 kHz, and the next pictures (t, height, width), one a frame."""
+        """Add samples at 16 kHz, and the next pictures (t, height, width), one per frame."""
         own = self._stream(stream)
         check_samples(samples)  # a failing call must not change the state
         if pictures is not None:
@@ -241,7 +241,7 @@ def listen_film(
     lookahead: int | None = None,
     beam: int | None = None,
 ) -> Iterator[str]:
-    """As :func:`listen`, of the sound of a film in ``chunks`` and its pictures.
+    """As :func:`listen`, for the sound of a video in ``chunks`` and its pictures.
 
     ``crop``: "mouth" or "face" finds the face and cuts out this part (:mod:`colonnade.speech.face`), "none" takes the
     whole picture, scaled to the recogniser's size.

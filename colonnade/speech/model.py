@@ -49,7 +49,8 @@ LETTER_WEIGHT = 0.5
 class SpeechModel(nn.Module):
     """Parameters are drawn from ``seed``, the same for every number of tp ranks.
 
-    The encoder's heads and hidden units and the joint network's labels are sharded over tp; all else is replicated.
+    The encoder's heads and hidden units and the joint network's labels are sharded over tp; everything else is
+    replicated.
     """
 
     def __init__(self, config: SpeechConfig, seed: int = 0, dtype: torch.dtype = torch.float32, axes: Axes = SOLO_AXES):
@@ -142,7 +143,7 @@ class SpeechModel(nn.Module):
     ) -> Tensor:
         """The loss per label, averaged over the batch.
 
-        ``letters_P`` are the letter targets of all recordings, one each 10 ms, UNKNOWN for a recording without times.
+        ``letters_P`` are the letter targets of all recordings, one per 10 ms, UNKNOWN for a recording without times.
         """
         y_TD = self.encode(x_TD, lengths, sizes)
         transducer = self.joint.loss(self.out(y_TD), self.predictor(labels), lengths, labels).sum()
@@ -240,7 +241,7 @@ class SpeechModel(nn.Module):
     def load(folder: Path, axes: Axes = SOLO_AXES, dtype: torch.dtype = torch.float32) -> "SpeechModel":
         """Read a checkpoint, this rank's share of it; raises CheckpointError for an incomplete or foreign one.
 
-        ``folder`` may also be a model nemotron_asr_streaming in Hugging Face's format.
+        ``folder`` may also be a nemotron_asr_streaming model in Hugging Face's format.
         """
         if nemotron.is_nemotron(folder):
             config = nemotron.read_config(folder)

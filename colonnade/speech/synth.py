@@ -69,7 +69,7 @@ _Callback = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_short), ctype
 def _library() -> tuple[ctypes.CDLL, int]:
     """A private copy of espeak-ng, initialised, and its rate [Hz].
 
-    Loading the same file twice gives one library with one state: if anybody else calls espeak_Terminate, every later
+    Loading the same file twice gives one library with one state: if other code calls espeak_Terminate, every later
     espeak_Synth fails. A copy is a separate library; its file is needed only while it is loaded.
     """
     loader = require("espeakng_loader", "speech-data")
@@ -83,7 +83,7 @@ def _library() -> tuple[ctypes.CDLL, int]:
 
 
 def speak(text: str, voice: str = "en-us", speed: int = 170, pitch: int = 50) -> Spoken:
-    """``text`` in a voice of :data:`VOICES`; ``speed`` in words a minute, ``pitch`` 0 to 99."""
+    """``text`` in a voice of :data:`VOICES`; ``speed`` in words per minute, ``pitch`` 0 to 99."""
     if "\0" in text:
         raise DataError("text contains a null character; remove it")
     parts: list[np.ndarray] = []

@@ -112,7 +112,7 @@ class Transcriber:
     def __init__(self, model: Model, language: str = "en", *, temperature: float = 0.0, words: bool = False):
         """``temperature`` above 0 samples every window at it; 0 is greedy, with :data:`TEMPERATURES` as fallback.
 
-        ``words`` gives the time of each word, for one more pass of the decoder a window.
+        ``words`` gives the time of each word, at the cost of one more decoder pass per window.
         """
         encoder = model.config.encoder
         if encoder is None or encoder.reads != "audio":

@@ -60,7 +60,7 @@ FORMATS = {"json": "application/json", "verbose_json": "application/json", "text
 
 
 def parse_multipart(content_type: str, body: bytes) -> dict[str, bytes]:
-    """The fields of a multipart/form-data body; raises :class:`RequestError` for another or a broken one."""
+    """The fields of a multipart/form-data body; raises :class:`RequestError` for any other or a malformed body."""
     header = Message()
     header["content-type"] = content_type
     boundary = header.get_param("boundary")

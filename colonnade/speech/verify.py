@@ -182,7 +182,7 @@ def _lower_blank(model: SpeechModel) -> float:
 
 @torch.no_grad()
 def _lower(model: SpeechModel, much: float) -> None:
-    """Take ``much`` off the blank's bias, on the rank that has it."""
+    """Subtract ``much`` from the blank's bias, on the rank that has it."""
     start, stop = model.axes.tp.part(model.config.vocab_size)
     if start == 0 < stop:
         model.joint.bias[0] -= much

@@ -1,8 +1,8 @@
-"""Pictures of a live camera or a film: decodes them and assigns them to frames.
+"""Pictures of a live camera or a video: decodes them and assigns them to frames.
 
 A camera has its own rate and clock. A picture belongs to the frame of 40 ms in which it was taken; if a frame has
-several (30 per second), the last one is used. It is reused for the next frame until that has its own, so that 15 per
-second leave no gap.
+several (30 per second), the last one is used. It is reused for the next frame until that one has its own, so that 15
+per second leave no gap.
 """
 
 import re
@@ -64,8 +64,7 @@ def _decode(data: bytes) -> Any:
 
 
 def film_pictures(path: Path) -> Iterator[tuple[float, np.ndarray]]:
-    """Time [s] after the first sample of the sound, and (height, width, 3) uint8 of at most MAX_PIXELS, of a film.
-
+    """Time [s] after the first sample of the sound, and (height, width, 3) uint8 of at most MAX_PIXELS, of a video.
     Raises DataError for a file without pictures, or with larger ones than MAX_FILM_PIXELS.
     """
     av = require("av")

@@ -1,10 +1,10 @@
 """Word times: converts them to training targets, and alignments to them.
 
-A letter target is one label for each 10 ms, ``parts`` of them a frame. A frame's targets are those of the sound that
-its front end has heard last, so with subsampling they are ``parts`` − 1 earlier than the frame's own time. The letters
-of a word share its time evenly, the space is between words, and the blank before the first and after the last word. A
-cross-entropy against these targets makes forced alignment follow the times of the training data; CTC alone may emit a
-letter anywhere in the frames that the encoder sees at once (docs/log.md, "Times of words").
+A letter target is one label for each 10 ms, ``parts`` of them per frame. A frame's targets are those of the last sound
+that its front end has processed, so with subsampling they are ``parts`` − 1 earlier than the frame's own time. The
+letters of a word share its time evenly, the space is between words, and the blank before the first and after the last
+word. A cross-entropy against these targets makes forced alignment follow the times of the training data; CTC alone may
+emit a letter anywhere in the frames that the encoder sees at once (docs/log.md, "Times of words").
 """
 
 import itertools
@@ -53,7 +53,7 @@ def letter_targets(
 ) -> Tensor:
     """The label of each 10 ms, (parts · frames,), ``delay`` of them late, from the start and end of each word [s].
 
-    ``labels`` is the whole text, ``space`` its label of the space. Raises DataError if the words are not as many.
+    ``labels`` is the whole text, ``space`` its label of the space. Raises DataError if the number of words differs.
     """
     targets = torch.zeros(parts * frames, dtype=torch.long)
     spelled: list[list[int]] = [[]]

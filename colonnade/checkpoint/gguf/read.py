@@ -156,7 +156,7 @@ class GGUFSource:
         return out if len(box) == 2 else out[0]
 
     def rope_divisors(self) -> np.ndarray | None:
-        """The divisors of the RoPE frequencies, one a pair, if the file has them."""
+        """The divisors of the RoPE frequencies, one per pair, if the file has them."""
         if ROPE_DIVISORS not in self.header.tensors:
             return None
         info = self.header.tensors[ROPE_DIVISORS]

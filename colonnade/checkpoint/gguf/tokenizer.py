@@ -4,7 +4,7 @@ The file has the vocabulary, the merges, a type for each token and the *name* of
 before merging (``tokenizer.ggml.pre``); the pre-tokenizers themselves are in llama.cpp's source, and here:
 
     gpt-2       GPT-2's pattern
-    smollm      each digit by itself, then GPT-2's pattern
+    smollm each digit separately, then GPT-2's pattern
     llama-bpe   Llama 3's pattern: up to three digits; a word that is a token is not merged
     qwen2       Llama 3's pattern with single digits, on text in Unicode's composed form (NFC)
 """

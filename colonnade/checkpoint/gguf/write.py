@@ -1,6 +1,6 @@
 """Writes a GGUF file, which llama.cpp and its relatives read.
 
-    Q8_0   blocks of 32 values q d           for 8 bits, and for what the blocks' matrices are not
+    Q8_0   blocks of 32 values q d           for 8 bits, and for everything but the blocks' matrices
     Q4_0   blocks of 32 values (q − 8) d     int4 in groups of 32 on the symmetric grid, value for value
     Q4_1   blocks of 32 values q d + m       int4 in groups of 32 on the affine or zero grid, value for value
     F16    everything else with two dimensions
@@ -128,7 +128,7 @@ Written = tuple[np.ndarray, str]
 def _tensors(
     name: str, value: Tensor | Quantised | None, mapping: ParamMapping, config: ModelConfig, dense_as: str
 ) -> dict[str, Written]:
-    """Their tensors of a parameter, with their types."""
+    """The file's tensors of a parameter, with their types."""
     assert value is not None, name
     if isinstance(value, Quantised) and value.kind == "int4" and name.startswith("blocks."):
         return _int4_tensors(name, value, mapping, config)
@@ -260,7 +260,7 @@ def _pre_tokenizer(parts: Mapping[str, Any]) -> str:
 
 
 def _comparable(part: Any) -> Any:
-    """A pre-tokenizer's description without what does not change its tokens."""
+    """A pre-tokenizer's description without the settings that do not change its tokens."""
     if isinstance(part, dict):
         return {key: _comparable(value) for key, value in part.items() if key != "trim_offsets"}
     return [_comparable(each) for each in part] if isinstance(part, list) else part

@@ -85,7 +85,7 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
 
 
 def _comparable_fields(config: ModelConfig) -> dict[str, Any]:
-    """The fields that a file must express."""
+    """The fields that a file must represent."""
     layers_with_experts = sum(config.experts_of(i) is not None for i in range(config.total_layers))
     unused = {"moe"}  # compared field by field
     unused |= {"window_from_layer"} if config.window is None else set()

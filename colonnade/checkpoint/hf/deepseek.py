@@ -29,7 +29,7 @@ from colonnade.config.model import Family as Kind
 
 
 class InterleavedRope(ParamMapping):
-    """Rows in groups (heads, or one group of all) that end in RoPE pairs, which are adjacent in their order."""
+    """Rows in groups (heads, or one group of all) that end in RoPE pairs, which are adjacent in the files' order."""
 
     def __init__(self, name: str, group: Literal["head", "compressed"]):
         super().__init__(name)

@@ -1,7 +1,7 @@
 """NLLB-MoE (arXiv 2207.04672): an encoder–decoder that translates between 202 languages, with experts in both stacks.
 
     pre-norm, LayerNorm, biases, ReLU; embeddings · √D + sinusoidal positions from 2 on, no learned ones
-    experts in block i where (i + 1) mod step = 0, two a token: w = p / Σ p of the two, times 1 − output_mask
+    experts in block i where (i + 1) mod step = 0, two per token: w = p / Σ p of the two, times 1 − output_mask
     source: language, tokens, </s>        target: </s>, language, tokens, </s>
 
 No choice is dropped: the published models evaluate with a capacity of all tokens. transformers 5.24 computes another

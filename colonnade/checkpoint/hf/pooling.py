@@ -5,7 +5,7 @@
     sentence_bert_config.json     max_seq_length: the longest text that the model was made for
     config.json                   id2label, problem_type, and a cross-encoder's activation
 
-What is not implemented is refused: the vectors would be other ones than the model's.
+Anything else is refused: the vectors would differ from the model's.
 """
 
 import json

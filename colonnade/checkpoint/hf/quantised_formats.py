@@ -78,7 +78,7 @@ class MatrixFormat(Protocol):
 
     @property
     def marker(self) -> str:
-        """The ending of the tensor that shows that a matrix is stored so."""
+        """The ending of the tensor that identifies a matrix in this format."""
         ...
 
     @property
@@ -87,7 +87,7 @@ class MatrixFormat(Protocol):
         ...
 
     def shape(self, raw: RawTensors, stem: str) -> Shape:
-        """(F, D); raises :class:`CheckpointError` for tensors that do not belong together."""
+        """(F, D); raises :class:`CheckpointError` for tensors that do not match."""
         ...
 
     def form(self, raw: RawTensors, stem: str) -> StoredFormat | None:
@@ -200,7 +200,7 @@ class Scaled:
 
     @property
     def endings(self) -> tuple[str, ...]:
-        """Values, scales, and what only quantises activations."""
+        """Values, scales, and tensors that only quantise activations."""
         return (".weight", self.marker, ".weight_zero_point", ".input_scale", ".input_zero_point")
 
     def shape(self, raw: RawTensors, stem: str) -> Shape:

@@ -1,7 +1,7 @@
 """The tensors of a Hugging Face folder whose matrices are quantised, and the parsing of its quantization_config.
 
-Read are compressed-tensors (pack-quantized, int-quantized, float-quantized, mxfp4-pack-quantized), GPTQ, AWQ and
-DeepSeek's float8 blocks. Each matrix shows under its usual name, NAME.weight, in its usual shape.
+Supported are compressed-tensors (pack-quantized, int-quantized, float-quantized, mxfp4-pack-quantized), GPTQ, AWQ and
+DeepSeek's float8 blocks. Each matrix appears under its usual name, NAME.weight, in its usual shape.
 """
 
 from collections.abc import Mapping
@@ -30,7 +30,7 @@ METHODS = ("compressed-tensors", "gptq", "awq", "fp8")
 class QuantisedSource:
     """Tensors of ``raw``; those in ``format`` are quantised matrices.
 
-    Raises :class:`CheckpointError` for components that do not belong together.
+    Raises :class:`CheckpointError` for components that do not match.
     """
 
     def __init__(self, raw: RawTensors, format: MatrixFormat):

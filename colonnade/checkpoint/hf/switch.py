@@ -1,10 +1,10 @@
 """Switch Transformers (arXiv 2101.03961): T5 1.0 with a mixture of experts in some blocks of each stack.
 
     experts in block i with i mod step = 1, step = blocks // sparse blocks of the stack (step 1: in all)
-    one expert a token, the most probable, at the weight of its probability in float32
+    one expert per token, the most probable, weighted by its probability in float32
     an expert takes ``expert_capacity`` tokens of a sequence, first come; the others get 0
 
-The capacity is that of a sequence whatever else is in the batch. A decoder that runs one token at a time drops none.
+The capacity is per sequence, whatever else is in the batch. A decoder that runs one token at a time drops none.
 transformers pools the router's losses over all layers; ours are sums over the layers.
 """
 
@@ -36,7 +36,7 @@ TABLE: MappingTable = {
 
 
 def _step(keys: ConfigKeys, stack: str, layers: int) -> int:
-    """Every how many blocks of a stack one has experts."""
+    """The interval between blocks with experts in a stack."""
     sparse = keys.size(f"num_sparse_{stack}_layers", 3, minimum=0)
     if sparse > layers:
         raise keys.refuse(f"num_sparse_{stack}_layers", f"the stack has {layers} blocks")

@@ -1,12 +1,12 @@
 """Quantised matrices as compressed-tensors files, which transformers (with its package) and vLLM read.
 
-    int4      pack-quantized: eight values in a word, a scale per group, zero points if the grid has any
+    int4      pack-quantized: eight values per word, a scale per group, zero points if the grid has any
     int8      pack-quantized, 8 bits, a scale per row
     float8    float-quantized, a scale per row
     int8_dynamic    int-quantized ("W8A8"), a scale per row, and one per token for the inputs
 
-Only the blocks' matrices are written so; an output projection, tied or not, is dequantised, as is usual there. int4 on
-the affine grid has no integer zero points and is refused.
+Only the blocks' matrices are written this way; an output projection, tied or not, is dequantised, as is usual there.
+int4 on the affine grid has no integer zero points and is refused.
 """
 
 from collections.abc import Iterable, Mapping
@@ -23,7 +23,7 @@ from colonnade.kernels.linear.quantise import Quantised, unpack_int4
 
 
 def written_quantised(quantised: Mapping[str, Quantised]) -> dict[str, Quantised]:
-    """Those of a model's quantised parameters that are written so; raises :class:`ConfigError` for mixed formats."""
+    """The model's quantised parameters that are written this way; raises :class:`ConfigError` for mixed formats."""
     found = {name: weight for name, weight in quantised.items() if name.startswith("blocks.")}
     if grouped := next((name for name, weight in found.items() if weight.has_int8_groups), None):
         raise ConfigError(
@@ -72,7 +72,7 @@ def quantization_config(weights: Mapping[str, Quantised], ignore: list[str]) -> 
 def write_quantised(
     name: str, weight: Quantised, mapping: ParamMapping, config: ModelConfig, *, symmetric: bool
 ) -> dict[str, Tensor]:
-    """Their tensors of parameter ``name``; raises :class:`ConfigError` for what the format cannot represent."""
+    """The file's tensors of parameter ``name``; raises :class:`ConfigError` for what the format cannot represent."""
     if not mapping.keeps_inputs_last:
         raise ConfigError(
             f"'{config.family}' files transpose '{name}', which compressed-tensors cannot represent; write --format "
