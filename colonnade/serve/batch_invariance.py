@@ -28,7 +28,7 @@ def check_ranks(*, tp: int, cp: int) -> None:
 
 
 def make_batch_invariant(model: Transformer) -> str:
-    """Switch ``model`` to batch-invariant kernels, for good, and return the name of its attention implementation.
+    """Switch ``model`` to batch-invariant kernels permanently, and return the name of its attention implementation.
 
     "reference" is for a model that runs token by token. Raises :class:`ConfigError` for a model without such kernels
     on a GPU.

@@ -1,4 +1,4 @@
-"""Beam search for encoder–decoders: the text whose tokens have the highest mean log-probability, about.
+"""Beam search for encoder–decoders: approximately the text with the highest mean log-probability per token.
 
     score = Σ log p(token) / tokens^length_penalty          the end token is one of the tokens
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Hypothesis(NamedTuple):
-    """A text that ended, or reached the limit."""
+    """An output that ended, or reached the limit."""
 
     score: float
     tokens: tuple[int, ...]
@@ -38,7 +38,7 @@ class Continuation(NamedTuple):
 
 
 def candidates(width: int, ends: int) -> int:
-    """Tokens to compare after each beam: if all that end come first, ``width`` others are left."""
+    """Tokens to compare after each beam: even if all end tokens come first, ``width`` others are left."""
     return max(2, 1 + ends) * width
 
 

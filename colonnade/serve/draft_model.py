@@ -160,7 +160,7 @@ class DraftModel:
         return drafts
 
     def observe(self, request: Request, accepted: int, refused: bool) -> None:
-        """Take note of checked drafts."""
+        """Record the checked drafts."""
         for right in [True] * accepted + [False] * refused:
             self._observe(_state(request), right=right)
 
@@ -193,7 +193,7 @@ class DraftModel:
         return True
 
     def _valid(self, tokens: Iterator[int]) -> list[int]:
-        """``tokens`` up to the first that is none: its logits were not finite, or the target does not have it."""
+        """``tokens`` up to the first invalid one: its logits were not finite, or the target does not have it."""
         valid = list[int]()
         for token in tokens:
             if not 0 <= token < self.target_vocab_size:
@@ -266,7 +266,7 @@ class DraftModel:
         self._probes.append((tokens, _state(request), request.ids[end - samples + 1 : end + 1]))
 
     def _read_probes(self) -> None:
-        """Take note of the last probe's results. It has probably ended: a pass of the target was launched after it."""
+        """Record the last probe's results. It has probably ended: a pass of the target was launched after it."""
         for tokens, state, expected in self._probes:
             for token, right in zip(tokens.tolist(), expected, strict=True):
                 self._observe(state, right=token == right)

@@ -52,8 +52,8 @@ class Engine:
         *,
         engines: int = 1,
     ):
-        """``draft`` is the model that ``config.draft`` names; only rank 0 has it. The memory that is free is divided
-        among ``engines``.
+        """``draft`` is the model that ``config.draft`` names; only rank 0 has it. The free memory is divided among
+        ``engines``.
         """
         self.model, self.tokenizer = model, tokenizer
         self.core = EngineCore(model, config, draft, engines=engines)
@@ -148,7 +148,7 @@ class Engine:
         return live
 
     def expected_wait_s(self, client: str, priority: int, count: int = 1) -> float:
-        """How long the last of ``count`` new requests would wait, about; 0 if a request could start now."""
+        """Approximately how long the last of ``count`` new requests would wait; 0 if a request could start now."""
         return self.core.expected_wait_s(client, priority, count)
 
     @property
@@ -158,7 +158,7 @@ class Engine:
 
     @property
     def limits(self) -> dict[str, Any]:
-        """The facts about the model and the cache that the HTTP process needs."""
+        """The properties of the model and the cache that the HTTP process needs."""
         return {
             # The source and the target of an encoder–decoder have a context each; add() checks both.
             "context": self.model.config.context + (encoder.context if (encoder := self.model.config.encoder) else 0),

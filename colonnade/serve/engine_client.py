@@ -34,7 +34,7 @@ def timed_out(timeout_s: float) -> RequestError:
 
 
 def _size(value: Any) -> int:
-    """Characters of text and numbers in ``value``, about."""
+    """Approximate number of characters of text and numbers in ``value``."""
     if isinstance(value, Mapping):
         return sum(map(_size, value.values()))
     if isinstance(value, list):

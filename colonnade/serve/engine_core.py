@@ -39,8 +39,8 @@ class EngineCore:
         *,
         engines: int = 1,
     ):
-        """``draft`` is the model that ``config.draft`` names; only rank 0 has it. The memory that is free is divided
-        among ``engines``.
+        """``draft`` is the model that ``config.draft`` names; only rank 0 has it. The free memory is divided among
+        ``engines``.
         """
         self.model = model
         check_generates(model.config)
@@ -121,14 +121,14 @@ class EngineCore:
         self.cache.release()
 
     def expected_wait_s(self, client: str, priority: int, count: int = 1) -> float:
-        """How long the last of ``count`` new requests would wait, about; 0 if a request could start now."""
+        """Approximately how long the last of ``count`` new requests would wait; 0 if a request could start now."""
         if not self.scheduler.waiting and len(self.scheduler.running) + count <= self.config.max_requests:
             return 0.0
         admissions = self.scheduler.waiting.count_before(client, priority, count) + 1
         return self._wait_estimate.expected_s(time.monotonic(), admissions)
 
     def count(self, stats: Stats) -> None:
-        """Bring the counters of ``stats`` that are the scheduler's, the pool's and the graphs' up to date."""
+        """Update the counters of ``stats`` that belong to the scheduler, the pool and the graphs."""
         scheduler = self.scheduler
         stats.running, stats.waiting = len(scheduler.running), len(scheduler.waiting)
         stats.pages_used, stats.preemptions = scheduler.pool.used, scheduler.preemptions

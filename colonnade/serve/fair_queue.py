@@ -108,7 +108,7 @@ class FairQueue:
         return None if line is None else next(iter(line.requests))
 
     def advance(self, now_s: float) -> None:
-        """Let requests rise that have waited long enough at ``now_s``, on any monotonic clock."""
+        """Raise the priority of requests that have waited long enough at ``now_s``, on any monotonic clock."""
         self._now_s = now_s
         if now_s - self._updated_s < UPDATE_S:
             return
@@ -167,7 +167,7 @@ class FairQueue:
             self._take(request, self._classes[request.priority].lines[request.client])
 
     def refund(self, request: Request) -> None:
-        """Give the client of an admitted request, which has ended, the tokens back that were not generated."""
+        """Refund the client of an admitted request that has ended for the tokens that were not generated."""
         if request.begun_elsewhere:  # another engine has charged its client
             return
         group = self._classes.get(request.priority)

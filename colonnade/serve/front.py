@@ -59,7 +59,7 @@ class FrontOptions(NamedTuple):
 
     @property
     def control(self) -> str:
-        """The server process' socket."""
+        """The server process's socket."""
         return f"{self.folder}/control"
 
     @property
@@ -82,7 +82,7 @@ def run_front(options: FrontOptions) -> None:
 
 
 class FrontModels(ServedModels):
-    """The models in a front; what concerns all fronts is done by the server process."""
+    """The models in a front; operations on all fronts are done by the server process."""
 
     def __init__(
         self, engines: Mapping[str, EngineClient | Replicas], control: ControlChannel, adapters: Sequence[str]

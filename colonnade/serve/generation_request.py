@@ -44,7 +44,7 @@ class GenerationRequest:
 
     @property
     def size(self) -> int:
-        """Characters of text and token ids, about."""
+        """Approximate number of characters of text and token ids."""
         if self.messages is None:
             return sum(map(len, self.prompts))
         return sum(len(message["content"]) for message in self.messages)

@@ -111,7 +111,7 @@ def main() -> None:
     byte_ids = {token: i for i, token in enumerate(tokens) if len(token) == 1}
 
     def encode(text: bytes) -> list[int]:
-        """Ids of the bytes: which tokens a forced text has does not matter here."""
+        """Ids of the bytes: the exact tokens of forced text do not matter here."""
         return [byte_ids[bytes([byte])] for byte in text if bytes([byte]) in byte_ids]
 
     vocabulary = read_vocabulary(Vocabulary(tokens, first["special"], first["eos"], first["bos"], encode))

@@ -75,7 +75,7 @@ def remedies(spec: EngineSpec, needs: MemoryNeeds, available: int, number: int =
 
 
 def combined_remedy(spec: EngineSpec, needs: MemoryNeeds, available: int) -> tuple[list[str], int, int] | None:
-    """(flags of several settings, bytes saved, tokens of the remaining cache): no more than needed, or all that help.
+    """(flags of several settings, bytes saved, tokens of the remaining cache): as few as suffice, or all that help.
 
     None if fewer than two settings help.
     """

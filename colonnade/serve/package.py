@@ -73,7 +73,7 @@ class Package:
                 return logits_V
 
     def stream(self, prompt: str | Sequence[int], params: SamplingParams) -> Generator[tuple[str, int]]:
-        """(text, token) of each token that continues ``prompt``, as an engine gives them.
+        """(text, token) of each token that continues ``prompt``, as an engine returns them.
 
         A bad request is refused immediately: :class:`RequestError`.
         """

@@ -89,7 +89,7 @@ class PagePool:
         return -(-tokens // self.page_tokens)
 
     def check_fits(self, prompt_tokens: int, new_tokens: int, source_tokens: int = 0, beams: int = 1) -> None:
-        """Raise :class:`CapacityError` if one request of so many tokens does not fit into an empty pool."""
+        """Raise :class:`CapacityError` if one request of this many tokens does not fit into an empty pool."""
         if source_tokens:
             self._check_source_fits(prompt_tokens + new_tokens, source_tokens, beams)
         total = prompt_tokens + new_tokens
@@ -181,7 +181,7 @@ class PagePool:
         self._page_of.clear()
 
     def audit(self, tables: Iterable[Sequence[int]]) -> None:
-        """Check that ``tables``, all the page tables there are, account for every reference and every free page."""
+        """Check that ``tables``, all existing page tables, account for every reference and every free page."""
         references = Counter(page for table in tables for page in table)
         free = Counter(page for pages in (*self._free, *self._evictable) for page in pages)
         assert {page: page_hash for page_hash, page in self._page_of.items()} == self._hash_of, "a hash has no page"

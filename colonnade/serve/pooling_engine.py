@@ -165,7 +165,7 @@ class PoolingEngine:
 
     @property
     def limits(self) -> dict[str, Any]:
-        """The facts about the model that the HTTP process needs."""
+        """The properties of the model that the HTTP process needs."""
         longest, context = self.tokenizer.longest_token_bytes, self.spec.context
         return {
             "context": context, "cache_tokens": context, "longest_token_bytes": longest,

@@ -3,7 +3,7 @@
     PoolingRequest -> message -> texts to tokens, in a thread of the engine -> PoolingItem, one for each text or pair
     PoolingOutput  -> base64 of float32 numbers -> the reply
 
-A vector travels as base64: OpenAI's clients ask for just that, and 384 numbers as JSON would take 20 times as long.
+A vector travels as base64: OpenAI's clients request exactly that, and 384 numbers as JSON would take 20 times as long.
 """
 
 from array import array

@@ -92,7 +92,7 @@ class EngineTraits:
 
 
 def resolve_config(serve: ServeConfig, traits: EngineTraits) -> ServeConfig:
-    """``serve`` with every open field decided."""
+    """``serve`` with every open field resolved."""
     on_gpu, async_scheduling, graph_capture = traits.device.type == "cuda", serve.async_scheduling, serve.graph_capture
     if graph_capture is None:
         recorded = traits.records_steps and not serve.batch_invariant

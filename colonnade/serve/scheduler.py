@@ -174,9 +174,8 @@ class Scheduler:
                 self.speculator.observe(request, accepted, refused)
 
     def _with_drafts(self, chosen: list[tuple[Request, Slice]], budget: int) -> tuple[list[tuple[Request, Slice]], int]:
-        """``chosen`` decodes, each followed by a decode for each token drafted for its request, and what is left.
-
-        Drafts take only pages, tokens and rows that are free: they never delay another request.
+        """``chosen`` decodes, each followed by a decode for each token drafted for its request, and the rest. Drafts
+        take only pages, tokens and rows that are free: they never delay another request.
         """
         if self.speculator is None or not chosen:
             return chosen, budget

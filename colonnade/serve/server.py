@@ -1,7 +1,7 @@
 """The server process: binds the port, starts the engine, serves requests until a signal, and cleans up.
 
     listen -> start and load the engine -> SIGINT or SIGTERM -> drain -> stop the engine -> return
-                                      |  |                           -> second signal: stop at once -> raise
+                                      |  |                           -> second signal: stop immediately -> raise
                                       |  -> no engine is left -> all requests end with a 503 -> raise
                                       -> a signal -> raise
 

@@ -79,7 +79,9 @@ class RouteSummary:
             self.shadow_latencies_s.append(it["shadow_latency_s"])
 
     def row(self) -> list[str]:
-        """requests, differ, unanswered, mean common prefix, least cosine, median latency, the shadow's."""
+        """requests, differ, unanswered, mean common prefix, lowest cosine, median latency, the shadow's median
+        latency.
+        """
         return [
             f"{self.requests:,}", f"{self.differ:,} ({self.differ / self.requests:.1%})", f"{self.unanswered:,}",
             f"{sum(self.prefix_shares) / len(self.prefix_shares):.1%}" if self.prefix_shares else "",

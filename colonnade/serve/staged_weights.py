@@ -69,7 +69,7 @@ def check_replacement(path: str | Path, model: Transformer, tokenizer: Tokenizer
 
 
 def check_pooler(opened: OpenedModel, served: PoolerSpec, found: PoolerSpec) -> None:
-    """Raise :class:`ConfigError` if the checkpoint's hidden states are pooled differently from the ``served``."""
+    """Raise :class:`ConfigError` if the checkpoint's hidden states are pooled differently from the ``served`` one."""
     for name, ours in asdict(served).items():
         if (theirs := getattr(found, name)) != ours:
             raise _differs(opened, name, _short(ours), _short(theirs))
@@ -85,7 +85,7 @@ def staged_bytes(model: Transformer) -> int:
 
 
 def _served(config: ModelConfig) -> ModelConfig:
-    """``config`` without what matters only in training."""
+    """``config`` without the fields that matter only in training."""
     fields: dict[str, Any] = {name: ModelConfig.model_fields[name].default for name in TRAINING_FIELDS}
     if (moe := config.moe) is not None:
         defaults = type(moe).model_fields

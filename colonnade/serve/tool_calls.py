@@ -1,10 +1,10 @@
 """Tool calls in a model's own notation: the grammar that the output follows, and the parser of the output.
 
     hermes    <tool_call>{"name": "f", "arguments": {...}}</tool_call>, any number, after any text    (Qwen, Hermes)
-    llama3    {"name": "f", "parameters": {...}}; {...}                  only at the start of the answer
+    llama3    {"name": "f", "parameters": {...}}; {...}                  only at the start of the output
     mistral   [TOOL_CALLS] [{"name": "f", "arguments": {...}}, ...]     after any text
 
-With ``tool_choice`` "auto" the answer is free until a call begins, and from there on constrained to the tools and their
+With ``tool_choice`` "auto" the output is free until a call begins, and from there on constrained to the tools and their
 schemas; with "required", or a named function, it is constrained from the start, so any model obeys.
 """
 

@@ -124,7 +124,7 @@ class Upstreams:
 
     @asynccontextmanager
     async def probing(self, give_up: asyncio.Event) -> AsyncIterator[None]:
-        """Probe all upstreams once, then again and again until the end of the block; ``give_up`` ends the first."""
+        """Probe all upstreams once, then repeatedly until the end of the block; ``give_up`` ends the first."""
         probes = [asyncio.create_task(self._probe(i)) for i in range(len(self.urls))]
         stop = asyncio.create_task(give_up.wait())
         await asyncio.wait((stop, asyncio.gather(*probes)), return_when=asyncio.FIRST_COMPLETED)

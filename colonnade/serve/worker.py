@@ -93,7 +93,7 @@ def build_engine(loaded: Loaded, config: ServeConfig, engines: int = 1) -> Engin
 
 
 def _collect_and_return_memory() -> None:
-    """Return to the system what loading has freed: glibc keeps it otherwise, 290 MB for SmolLM2 with int4 weights."""
+    """Return memory that loading has freed to the system: glibc would keep it, 290 MB for SmolLM2 with int4 weights."""
     gc.collect()  # a cycle may still keep what was read
     if sys.platform == "linux":
         with suppress(OSError, AttributeError):  # another C library
@@ -148,7 +148,7 @@ class _StatsTimer:
         self._sent_s, self._requests = 0.0, (0, 0)
 
     def due(self, stats: Stats, *, finished: bool) -> bool:
-        """Whether to send them: a request began, waits or ended, or the last time is :data:`STATS_S` ago."""
+        """Whether to send them: a request began, waits or ended, or the last time was :data:`STATS_S` ago."""
         now_s, requests = time.monotonic(), (stats.running, stats.waiting)
         if not finished and requests == self._requests and now_s - self._sent_s < STATS_S:
             return False

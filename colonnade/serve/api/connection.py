@@ -244,7 +244,7 @@ if HttpToolsProtocol is not None:
         """Whether a request has begun before the last one was answered."""
 
         def data_received(self, data: bytes) -> None:
-            """Parse ``data``, unless a request before it is still answered."""
+            """Parse ``data``, unless an earlier request is still being processed."""
             if self._pipelined:
                 return
             self._framing_bytes += len(data)
@@ -260,7 +260,7 @@ if HttpToolsProtocol is not None:
                 super().on_headers_complete()
 
         def on_body(self, body: bytes) -> None:
-            """Add to the body; each of its bytes may come with one of framing."""
+            """Add to the body; each of its bytes may come with one byte of framing."""
             if not self._pipelined:
                 self._framing_bytes -= 2 * len(body)
                 super().on_body(body)

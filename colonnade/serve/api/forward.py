@@ -78,7 +78,9 @@ class ForwardRequests:
             await error_reply(error)(scope, receive, send)
 
     async def _forward(self, request: Request, body: bytes, prompt: bytes, running: AsyncExitStack) -> Response:
-        """The response of the first upstream that gives one; the connection of a stream is closed with ``running``."""
+        """The response of the first upstream that returns one; the connection of a stream is closed with
+        ``running``.
+        """
         upstreams, tried = self.upstreams, set[int]()
         refusal: Response | None = None
         while True:

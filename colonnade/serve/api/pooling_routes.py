@@ -1,7 +1,7 @@
 """The routes of models that do not generate: embeddings, classes, scores and rankings.
 
 Scores and rankings are those of a class head with one class (a cross-encoder), otherwise cosines of embeddings. A
-request at the wrong kind of model is refused with the right endpoint.
+request to the wrong kind of model is refused, naming the right endpoint.
 """
 
 from collections.abc import AsyncGenerator, Callable

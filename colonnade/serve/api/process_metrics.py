@@ -31,7 +31,7 @@ class FrontProcesses(Collector):
         yield from totals.values()
 
     def _pids(self) -> Iterator[int]:
-        """This process' parent, and its children that have files here (``counter_PID.db``) and still run."""
+        """This process's parent, and its children that have files here (``counter_PID.db``) and still run."""
         parent = os.getppid()
         yield parent
         for pid in sorted({int(file.stem.rpartition("_")[2]) for file in self._folder.glob("*.db")}):

@@ -1,4 +1,4 @@
-"""OpenAI's request bodies, validated before anything reaches the engine: what both have, and completions.
+"""OpenAI's request bodies, validated before anything reaches the engine: the common part, and completions.
 
 An unsupported parameter is refused by name, unless its value has no effect (``suffix=""``): silently ignoring a
 parameter would give a wrong result. Parameters that never change the text (``user``, ``metadata``) are accepted. An
@@ -237,7 +237,7 @@ class Body(SamplingFields, SchedulingFields):
 
     @property
     def include_usage(self) -> bool:
-        """True if a last chunk with the usage is requested."""
+        """True if a final chunk with the usage is requested."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
     @property

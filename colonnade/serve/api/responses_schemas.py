@@ -117,7 +117,7 @@ class NamedFunction(_Strict):
 
 
 class StreamOptions(_Strict):
-    """``stream_options``; obfuscation hides the lengths of deltas, and nothing is added here."""
+    """``stream_options``; obfuscation, which hides the lengths of deltas, is not implemented."""
 
     include_obfuscation: Literal[False] | None = None
 

@@ -108,7 +108,7 @@ class Shadow:
             self._senders = [asyncio.create_task(self._send_all()) for _ in range(SENDERS)]
 
     async def close(self) -> None:
-        """Drop what waits."""
+        """Drop the waiting requests."""
         for task in self._senders:
             task.cancel()
         await asyncio.gather(*self._senders, return_exceptions=True)
