@@ -114,7 +114,8 @@ def check_weight_format(weights: object, group: object) -> None:
 def check_quantised(
     model: ModelConfig, weights: WeightFormat, group: int, tp: int, etp: int = 1, *, grouped: bool = False
 ) -> None:
-    """Raise :class:`ConfigError` if the model cannot be quantised so, :class:`PlanError` if a shard splits a group.
+    """Raise :class:`ConfigError` if the model cannot be quantised this way, :class:`PlanError` if a shard splits a
+    group.
 
     ``tp`` shards the layers, ``etp`` the experts' hidden units. ``grouped``: int8 with a scale per group.
     """

@@ -242,7 +242,7 @@ class Plan(Config):
         return " ".join(words) or "one process"
 
     def table(self, model: ModelConfig) -> list[tuple[str, str, str]]:
-        """Rows (axis, ranks, what each rank has) for people to read."""
+        """Human-readable rows (axis, ranks, what each rank has)."""
 
         def share(size: int) -> str:
             return f"{'up to ' if size % self.tp else ''}{-(-size // self.tp)} of {size}"

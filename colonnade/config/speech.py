@@ -124,7 +124,7 @@ class SpeechConfig(Config):
 
     @property
     def parts(self) -> int:
-        """Spectra of a frame, and labels of the letter head for it: one each 10 ms."""
+        """Spectra of a frame, and labels of the letter head for it: one per 10 ms."""
         return self.subsampling if self.front_end == "subsampling" else 4
 
     @property
@@ -160,7 +160,9 @@ class SpeechConfig(Config):
         )  # fmt: skip
 
     def labels(self, text: str) -> list[int]:
-        """The labels of ``text``, of each word the longest pieces first; raises DataError for an unknown character."""
+        """The labels of ``text``, with the longest pieces of each word first; raises DataError for an unknown
+        character.
+        """
         if self.pieces:
             return [label for word in text.split() for label in self._word_labels(word)]
         unknown = sorted(set(text) - set(self.letters))

@@ -13,7 +13,8 @@ the same way:
 - If two sentences together exceed a sample, they are truncated after the swap, the longer one first, at both ends, to
   whole words (Devlin 2019, appendix A.2).
 - If a sentence is longer than a sample, or no sentence end is found, the sample is a run of words of twice its length,
-  cut between any two of them and truncated likewise: without its neighbour a word at the cut does not reveal the order.
+  cut between any two of them and truncated in the same way: without its neighbour a word at the cut does not reveal the
+  order.
 
 A share of ``short_seq_prob`` of the samples has a random shorter length (Devlin). A document of n tokens has
 ⌈n / (sequence − 3)⌉ samples an epoch, each in its own part of the document. A batch is padded at its end with sequences

@@ -1,6 +1,6 @@
 """Reads documents from text, JSON Lines (also gzipped), Parquet and Arrow files, one at a time.
 
-Never a whole corpus is in memory. Arrow files are those that Hugging Face's ``datasets`` saves.
+A whole corpus is never in memory. Arrow files are those that Hugging Face's ``datasets`` saves.
 
 A sample corpus is read from a Python package's data files; its code is never imported.
 

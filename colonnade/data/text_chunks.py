@@ -1,4 +1,4 @@
-"""Documents as chunks of text: a long document is cut where no tokenizer joins what stands on both sides.
+"""Documents as chunks of text: a long document is cut where no tokenizer joins the text on both sides.
 
 Documents are read in chunks of at most ``CHUNK_CHARACTERS``, because a tokenizer needs a hundred times the memory of
 its text. Nearly all documents are one chunk. A longer one is cut between a letter or digit and the white space after
@@ -33,7 +33,7 @@ class TextChunk(NamedTuple):
 
 
 def record_chunks(value: object, place: str, size_bytes: int, task: str | None, title: object) -> Iterator[TextChunk]:
-    """The chunks of one record's document; the last one has the record's size in bytes. Only a text is a title."""
+    """The chunks of one record's document; the last one has the record's size in bytes. A title must be a string."""
     if not isinstance(value, str):
         raise DataError(f"{place} is {json_type(value)}, not text; fix or remove this record")
     check_characters(value, place)

@@ -86,7 +86,7 @@ class Tokenizer:
 
     @classmethod
     def from_bpe_files(cls, vocab: str | Path, merges: str | Path) -> Self:
-        """GPT-2's original two files: ``vocab`` (JSON, token to id) and ``merges`` (one pair a line)."""
+        """GPT-2's original two files: ``vocab`` (JSON, token to id) and ``merges`` (one pair per line)."""
         core = byte_level_bpe(Path(vocab), Path(merges))
         core.add_special_tokens([END])
         return cls._with_document_end(core)

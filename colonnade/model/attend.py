@@ -165,7 +165,7 @@ class Paged:
 
     @cached_property
     def table(self) -> PageTable:
-        """The kernels' page table; shared by all layers, so that kernels plan once a step."""
+        """The kernels' page table; shared by all layers, so that kernels plan once per step."""
         return PageTable(
             self.pages_RP,
             self.cu_queries,

@@ -56,14 +56,14 @@ def has_kernels(model: Transformer) -> bool:
 
 
 def select_kernels(model: Transformer) -> None:
-    """Switch ``model`` to its batch-invariant kernels, for good."""
+    """Switch ``model`` to its batch-invariant kernels permanently."""
     for module, name, value in _settings(model):
         setattr(module, name, value)
 
 
 @contextmanager
 def selected_kernels(model: Transformer) -> Iterator[None]:
-    """Switch ``model`` to its batch-invariant kernels for a while."""
+    """Switch ``model`` to its batch-invariant kernels temporarily."""
     settings = _settings(model)
     before = [(module, name, getattr(module, name)) for module, name, _ in settings]
     select_kernels(model)

@@ -1,4 +1,4 @@
-"""The key/value cache: pages of a fixed number of tokens, one pair of pools a layer (Kwon et al., arXiv 2309.06180)."""
+"""Key/value cache: pages of a fixed number of tokens, one pair of pools per layer (Kwon et al., arXiv 2309.06180)."""
 
 import math
 import mmap

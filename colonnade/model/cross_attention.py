@@ -1,6 +1,6 @@
 """Cross attention of an encoder–decoder: decoder queries attend to the encoder's output, its *memory*.
 
-    [k_i; v_i] = W_bridge,i s_j           for all decoder layers i and sources' tokens j at once (the bridge)
+    [k_i; v_i] = W_bridge,i s_j           for all decoder layers i and source tokens j at once (the bridge)
     y = W_out,i attend(W_q,i norm(x), k_i, v_i)
 
 One product makes the keys and values of all decoder layers, so that the encoder's output enters the tensor-parallel

@@ -128,7 +128,7 @@ def qkv_adapter(config: ModelConfig, kv_heads: int, **on: Any) -> FusedQkv | Non
 
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """Within, ``model`` computes what it would without its adapters."""
+    """Context manager: ``model`` computes as if it had no adapters."""
     adapters = [module for module in model.modules() if isinstance(module, LowRank | ExpertPairs)]
     scales = [adapter.scale for adapter in adapters]
     for adapter in adapters:

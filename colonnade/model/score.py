@@ -1,4 +1,4 @@
-"""Perplexity of a text: the negative log-likelihood of each token given the ones before.
+"""Perplexity of a text: the negative log-likelihood of each token given the ones before it.
 
     perplexity = exp(Σ nll / number of scored tokens)
 

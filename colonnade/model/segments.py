@@ -97,7 +97,7 @@ class History(NamedTuple):
 def attend_segments(
     q_BSnH: Tensor, k_BSkH: Tensor, v_BSkH: Tensor, mask_BSS: Tensor, bias_BnSS: Tensor | None = None
 ) -> Tensor:
-    """softmax(q kᵀ/√H + bias) v of B segments; ``mask`` (B, queries or 1, keys) marks the keys that count."""
+    """softmax(q kᵀ/√H + bias) v of B segments; ``mask`` (B, queries or 1, keys) marks the valid keys."""
     q, k, v = (x.transpose(1, 2) for x in (q_BSnH, k_BSkH, v_BSkH))
     grouped = q.shape[1] != k.shape[1]
     mask = mask_BSS[:, None]

@@ -76,7 +76,7 @@ class HostRows:
         return copy
 
     def write(self, rows_U: Tensor, copy: DeviceRows) -> None:
-        """Write copies back, after what the current stream has now."""
+        """Write copies back, after the work now on the current stream."""
         if self._copies is None:
             return self._move(rows_U, copy, write=True)
         self._copies.wait_stream(torch.cuda.current_stream(self.device))
@@ -84,7 +84,7 @@ class HostRows:
             return self._move(rows_U, copy, write=True)
 
     def synchronise(self) -> None:
-        """Wait until host memory has all that was written."""
+        """Wait until all writes have reached host memory."""
         if self._copies is not None:
             self._copies.synchronize()
 

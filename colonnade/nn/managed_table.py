@@ -149,7 +149,7 @@ class ManagedTable:
         return LookUp(owned, send, receive, torch.from_numpy(order))
 
     def find(self, found: LookUp) -> LookUp:
-        """Set the rows of ``found`` by the present assignment."""
+        """Set the rows of ``found`` by the current assignment."""
         with self._host.look_ups():
             if found.hashes_M is None:
                 found.hashes_M = (torch.from_numpy(found.hashes.view(np.int64)) ^ SIGN).to(self.device)
@@ -185,7 +185,7 @@ class ManagedTable:
 
     @torch.no_grad()
     def step(self, lr: float) -> None:
-        """Update the rows that were used, and reassign rows every so many steps."""
+        """Update the rows that were used, and reassign rows at the configured interval."""
         if not 0 <= lr < math.inf:
             raise ConfigError(f"lr={lr} is not a valid learning rate; it must be at least 0")
         if len(self._used) > 1:

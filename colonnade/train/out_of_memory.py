@@ -137,7 +137,7 @@ def find_oom_error(error: BaseException) -> BaseException | None:
 def explain_oom(
     run: RunConfig, model: nn.Module, masters: Masters, optimizer: AdamW, device: torch.device, when: str
 ) -> Iterator[None]:
-    """Turn running out of memory inside, ``"in step 2"``, into a :class:`CapacityError` with remedies."""
+    """Convert an out-of-memory error inside, ``"in step 2"``, to a :class:`CapacityError` with remedies."""
 
     def explain(error: BaseException, requested: int) -> str:
         breakdown = memory_breakdown(model, masters, optimizer, device, error)
@@ -151,7 +151,7 @@ def explain_oom(
 
 @contextmanager
 def explain_setup_oom(run: RunConfig, device: torch.device) -> Iterator[None]:
-    """Turn running out of memory inside the setup of a run into a :class:`CapacityError` with the estimate."""
+    """Convert an out-of-memory error in the setup of a run to a :class:`CapacityError` with the estimate."""
 
     def explain(_: BaseException, requested: int) -> str:
         free = peak_bytes(device)
@@ -179,7 +179,7 @@ def _explained(device: torch.device, when: str, explain: Callable[[BaseException
 
 @contextmanager
 def explain_checkpoint_copy_oom(name: str) -> Iterator[None]:
-    """Turn running out of host memory for the copy of checkpoint ``name`` into a :class:`CapacityError`."""
+    """Convert an out-of-memory error on the host, for the copy of checkpoint ``name``, to a :class:`CapacityError`."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:

@@ -1,8 +1,8 @@
 """One training step: forward and backward of each micro-batch, then the optimizer step.
 
     loss = Σ token losses / Σ valid tokens          both over data ranks, context ranks and micro-batches
-           + Σ order losses / Σ pairs               for BERT, likewise
-           + Σ router losses / Σ tokens             for a mixture of experts, likewise
+           + Σ order losses / Σ pairs               for BERT, summed the same way
+           + Σ router losses / Σ tokens             for a mixture of experts, summed the same way
 
 The valid tokens are counted over all ranks *before* the first backward pass. So each micro-batch's backward already has
 the right weight, and gradients are plain sums. (A mean of means over ranks or micro-batches with unequal counts is a

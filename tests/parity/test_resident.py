@@ -38,7 +38,7 @@ def offload(model: Transformer, buffers: int) -> OffloadedExperts:
 
 @pytest.mark.parametrize("buffers", [1, 2, 3])
 def test_serving_offloaded_experts_gives_the_same_output(buffers: int) -> None:
-    """Requests arrive and finish, prompt chunks beside single tokens; then one pass again, bitwise."""
+    """Requests arrive and finish, prompt chunks together with single tokens; then one pass again, bitwise."""
     plain, model = tiny.model(**SIZES), tiny.model(**SIZES)
     offloaded = offload(model, buffers)
     assert offloaded.size_bytes == buffers * expert_modules(model)[0].size_bytes

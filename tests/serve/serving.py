@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # engine processes import this module too, and need neither c
 
 
 AUXILIARY = ("colonnade.serve.grammar_check", "fork server for")
-"""In the command lines of processes beside engines: grammars compile in one, tests start others from one."""
+"""In the command lines of processes other than engines: grammars compile in one, tests start others from one."""
 
 
 @dataclass

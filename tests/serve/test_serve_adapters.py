@@ -1,4 +1,4 @@
-"""Adapters served beside their model: chosen by name, mixed in one step, each equal to the merged model."""
+"""Adapters served together with their model: chosen by name, mixed in one step, each equal to the merged model."""
 
 from pathlib import Path
 

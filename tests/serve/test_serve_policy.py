@@ -11,7 +11,7 @@ from tests.serve.serving import Running, server
 
 @pytest.fixture(scope="module")
 def slow():
-    """Two requests at a time, 20 ms a step."""
+    """Two requests at a time, 20 ms per step."""
     with server({"slow_s": 0.02}, max_requests=2, pages=64) as it:
         yield it
 

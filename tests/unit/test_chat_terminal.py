@@ -31,7 +31,7 @@ def test_note_about_limited_expert_capacity() -> None:
     assert note.startswith("note: experts with a capacity (factor 1.25)")
     assert note.endswith("--experts.capacity off drops none")
     expert_choice = MoeConfig(experts=4, ffn_width=8, capacity=1, router=RouterConfig(kind="expert_choice"))
-    assert "chose among all tokens of a text" in batching_note(tiny.config(moe=expert_choice))
+    assert "chose among all tokens of a sequence" in batching_note(tiny.config(moe=expert_choice))
 
 
 def test_old_turns_leave_whole() -> None:

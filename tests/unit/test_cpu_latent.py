@@ -101,7 +101,7 @@ def test_a_row_does_not_depend_on_other_rows_or_threads(native: str, dtype: torc
             assert all(map(torch.equal, step(case), (together, pool)))
         table, t = case["table"], 0
         new, lengths = table.host_lengths
-        for r, count in enumerate(new):  # each row alone, as the only token of its request, beside the others' keys
+        for r, count in enumerate(new):  # each row alone, as the only token of its request, alongside the others' keys
             for i in range(count):
                 length = lengths[r] - count + 1 + i
                 alone = PageTable(

@@ -145,7 +145,7 @@ def test_moe_model_is_quantised_while_loading(name: str, format: str, weights: s
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(("changes", "weights"), [({}, "int8"), (GPT2, "int4")], ids=["gated", "biased"])
 def test_engine_output_matches_the_reference_forward(changes: dict, weights: str, tmp_path: Path) -> None:
-    """Prompts in chunks beside single tokens; bitwise the same with experts offloaded to host memory."""
+    """Prompts in chunks together with single tokens; bitwise the same with experts offloaded to host memory."""
     moe = EXPERTS.replace(experts=8, ffn_width=33)
     whole = tiny.model(dtype=torch.float32, **changes, layers=3, moe=moe)
     api.save(api.Model(whole, tiny.tokenizer(), DistributedContext.solo(CPU), "tiny"), tmp_path / "m")

@@ -185,7 +185,7 @@ def test_ties_go_to_the_lowest_index(name):
         x_TD, tokens_T, index_T, units = tokens()
         ids_TA = router(x_TD.to(dtype), tokens_T, index_T, None, token_groups=units)[0].ids_TA
         if name == "expert_choice":
-            assert torch.equal(ids_TA[:1], torch.arange(60)[None])  # one token an expert: the first
+            assert torch.equal(ids_TA[:1], torch.arange(60)[None])  # one token per expert: the first
             assert (ids_TA[1:] == 60).all()
         else:
             assert torch.equal(ids_TA, torch.arange(moe.active).expand(TOKENS, -1))

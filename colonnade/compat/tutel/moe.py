@@ -119,7 +119,7 @@ class MOELayer(nn.Module):
 
     @staticmethod
     def global_expert_count(num_local_experts: float, group: Group = None) -> int:
-        """E of n experts a rank: n·W; of −k, or 1/k: W/k. Raises :class:`PlanError` if that is not an integer."""
+        """E for n experts per rank: n·W; for −k, or 1/k: W/k. Raises :class:`PlanError` if that is not an integer."""
         world, n = axis_of(group).size, num_local_experts
         if 0 < n < 1:
             n = -round(1 / n)

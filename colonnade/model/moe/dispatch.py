@@ -47,7 +47,7 @@ class Dispatch(Protocol):
     """Bytes that this rank handed to other ranks in the forward pass; known after ``combine``."""
 
     def send(self, x_tD: Tensor, ids_tA: Tensor, weights_tA: Tensor, /) -> Iterable[ExpertRows]:
-        """This rank's work, made when it is iterated over.
+        """This rank's work, produced while it is iterated over.
 
         Each of the t tokens goes to the experts ``ids_tA`` (E for none) by its weights.
         """
@@ -65,10 +65,10 @@ def choose_dispatch(
     max_choices: int | None = None,
     dropout: ExpertDropout | None = None,
 ) -> Dispatch:
-    """The dispatch of one forward pass. Raises :class:`PlanError` for ``options`` that the grid cannot take.
+    """The dispatch of one forward pass. Raises :class:`PlanError` for ``options`` that the grid does not support.
 
     ``options`` None: tokens travel and weights do not. ``replicated``: all ranks have all tokens and choices.
-    ``max_choices`` bounds how many choices are not none.
+    ``max_choices`` bounds how many choices are not empty.
     """
     grid = experts.grid
     options = options or DispatchOptions(adaptive_r=grid.etp.size)

@@ -36,7 +36,7 @@ class Specialization(NamedTuple):
 
 
 def specializations(ids: Mapping[int, Tensor], kinds: Sequence[str], experts: int) -> dict[int, Specialization]:
-    """By layer, from its choices ids_TA (E and more are none) of tokens of these ``kinds``."""
+    """By layer, from its choices ids_TA (E and above are empty) of tokens of these ``kinds``."""
     return {layer: _specialization(ids_TA.cpu(), kinds, experts) for layer, ids_TA in ids.items()}
 
 

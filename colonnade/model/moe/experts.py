@@ -116,7 +116,7 @@ def unsorted_kernel(x_TD: Tensor, ids_TA: Tensor, weights: Weights, E: int) -> C
 
 
 class Experts(Float8Module):
-    """QuantisedWeights of weights, hidden units first: (e, f, D) with e = E/ep experts and f = F/etp hidden units."""
+    """Stacks of weights, hidden units first: (e, f, D) with e = E/ep experts and f = F/etp hidden units."""
 
     grouped = True
 

@@ -61,7 +61,7 @@ class LossAndSlopes(NamedTuple):
 
 
 def expert_load(ids_TA: Tensor, experts: int) -> Tensor:
-    """int64 (E,): choices by expert; choices of none are not counted."""
+    """int64 (E,): choices by expert; empty choices are not counted."""
     return choose("count_by_expert", ids_TA.device.type, ids_TA.dtype)(ids_TA, experts)
 
 

@@ -131,7 +131,7 @@ def router(
 
     ``parameters``: its own parameters. ``gate``: it uses the scores of a linear gate. ``random``: it needs random
     numbers in training. ``biased``: it supports the balancing bias and groups of experts. ``active``: the only number
-    of experts a token that it supports. ``per_token``: outside training a token's experts depend on that token only,
+    of experts per token that it supports. ``per_token``: outside training a token's experts depend on that token only,
     and nothing waits for the device, so a server may pad its steps and record them as CUDA graphs. ``per_sequence``: it
     needs to know which tokens are of one sequence. ``needs_token_ids``: it routes by the tokens' ids.
     """

@@ -74,7 +74,8 @@ class DispatchOptions:
     """The most loaded experts, whose weights every rank gathers for its own tokens (r ≥ 1)."""
 
     def check(self, etp: int, experts: int) -> None:
-        """Raise :class:`PlanError` for options that a layer of so many experts, each on ``etp`` ranks, cannot take.
+        """Raise :class:`PlanError` for options that a layer of this many experts, each on ``etp`` ranks, does not
+        support.
 
         All ranks raise it, before any communication.
         """

@@ -16,7 +16,7 @@ from colonnade.model.moe.router import RouterInput, RouterOutput, router
 
 @router("expert_choice")
 def expert_choice(inputs: RouterInput) -> RouterOutput:
-    """Up to E choices a token, its highest weight first."""
+    """Up to E choices per token, its highest weight first."""
     E = inputs.moe.experts
     probs_TE = inputs.logits_TE.softmax(1)
     (all_TE,), row_T = in_global_order(inputs.token_axis, inputs.index_T, probs_TE)
