@@ -81,7 +81,7 @@ class Dropout:
     """Dropout of one step, for the tokens of one stream."""
 
     keys: Tensor
-    """int64: the embedding's key, then one a block."""
+    """int64: the embedding's key, then one per block."""
     index_T: Tensor
     """int64: each token's index in the step's global batch."""
     rates: DropoutRates

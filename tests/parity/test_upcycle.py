@@ -52,7 +52,7 @@ def test_upcycle_refuses_settings_that_change_the_outputs() -> None:
     ):
         with pytest.raises(ConfigError, match=message):
             upcycle(dense, 4, **fields)
-    with pytest.raises(ConfigError, match="has 4 experts already"):
+    with pytest.raises(ConfigError, match="already has 4 experts"):
         upcycle(upcycle(dense, 4), 4)
     whole: Any = api.Model(dense, None, DistributedContext.solo("cpu"), "tour")
     for work in (

@@ -210,7 +210,7 @@ def test_verbs_accept_only_flags_that_they_use(
         ("sft", "--tune.beta=0.1", "tune.beta (a setting of dpo); remove it, or choose another --method"),
         ("dpo", "--tune.temperature 2", "tune.temperature (a setting of grpo and embed); remove it, or choose"),
         ("grpo", "--tune.truncate", "tune.truncate (a setting of sft, dpo and embed); remove it, or choose"),
-        ("embed", "--tune.kl 1 --tune.loss ipo", "tune.loss (a setting of dpo), tune.kl (a setting of grpo); leave"),
+        ("embed", "--tune.kl 1 --tune.loss ipo", "tune.loss (a setting of dpo), tune.kl (a setting of grpo); remove"),
     ],
 )  # fmt: skip
 def test_finetune_refuses_flags_of_other_methods(
@@ -487,7 +487,7 @@ def test_convert_upcycles_a_dense_model(capsys: pytest.CaptureFixture[str], hf: 
         assert (sparse.config.moe.experts, sparse.config.moe.active) == (4, 2)
         assert (dense.logits([1, 2, 3]) - sparse.logits([1, 2, 3])).abs().max() < 1e-4
     argv = ["convert", str(tmp_path / "four"), str(tmp_path / "eight"), "--upcycle", "8"]
-    assert "has 4 experts already" in error_of(capsys, *argv)
+    assert "already has 4 experts" in error_of(capsys, *argv)
     argv[1] = str(hf)
     assert "with one expert per token" in error_of(capsys, *argv, "--active", "1")
     assert "cannot go to 9 of 8 experts; create 9 or more, or" in error_of(capsys, *argv, "--active", "9")

@@ -284,7 +284,7 @@ def test_every_linear_layer_is_in_8_bits(how) -> None:
     pytest.importorskip("torchao")
     graph, cache = graph_in_8_bits(how, 8)
     targets = [str(node.target) for node in graph.graph.nodes]
-    # Four matrices a layer and gate, and the output projection.
+    # Four matrices per layer and gate, and the output projection.
     assert targets.count("quantized_decomposed.dequantize_per_channel.default") == 5 * EIGHT_BITS.layers + 1
     assert targets.count("aten.linear.default") == 5 * EIGHT_BITS.layers + 1
     ids = calibration()[0][:8]

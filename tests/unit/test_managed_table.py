@@ -109,7 +109,7 @@ def test_prefetch_equals_none_with_uneven_and_empty_batches() -> None:
 
 @pytest.mark.parametrize("stop", [5, 6])
 def test_resumed_with_reads_in_flight_bit_for_bit(stop: int) -> None:
-    """The state is taken in the loop, while the next batch is read ahead; 6 is a step that assigns rows anew."""
+    """The state is taken in the loop, while the next batch is read ahead; 6 is a step that reassigns rows."""
     data, whole = batches(10), ManagedTable(4 * BUCKETS, 8, every=3)
     train(whole, data)
     table, saved = ManagedTable(4 * BUCKETS, 8, every=3), dict[str, Tensor]()

@@ -1,7 +1,7 @@
 """Cross attention over packed sequences, and self-attention with relative position biases.
 
     cross       o_i = Σ_j softmax_j(q_i·k_j·H^-½) v_j                        over all keys j of the query's source
-    relative    scores plus near[clamp(j − i, −d, d) + d]                    2d + 1 rows, one value a head
+    relative    scores plus near[clamp(j − i, −d, d) + d]                    2d + 1 rows, one value per head
 
 Each has a plain reference and a version through torch's fused kernels, which take biases as an additive mask. Sequence
 b of a cross attention has queries ``cu_queries[b]:cu_queries[b + 1]`` and keys ``cu_keys[b]:cu_keys[b + 1]``; without

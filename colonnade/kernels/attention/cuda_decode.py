@@ -192,7 +192,7 @@ def supports(q_TNH: Tensor, k_PpKH: Tensor, rows: int, *, fixed: bool = False) -
 
 
 def supports_short(q_TNH: Tensor, k_PpKH: Tensor) -> bool:
-    """Whether the kernel for a few keys supports these queries, one a request, and this cache."""
+    """Whether the kernel for a few keys supports these queries, one per request, and this cache."""
     group = q_TNH.shape[1] // k_PpKH.shape[2]
     whole = k_PpKH.dtype == q_TNH.dtype and q_TNH.shape[2] % 32 == 0
     return whole and group <= 16 and supports(q_TNH, k_PpKH, padded_rows(group, 1))
@@ -303,7 +303,7 @@ def mla_shared_memory_size(width: int, rows: int) -> int:
 def supports_mla(q_TNH: Tensor, k_Pp1H: Tensor, rank: int, rows: int) -> bool:
     """Whether the kernel for latents supports these queries, this cache, and blocks of ``rows`` rows.
 
-    A slot has room for scores and sums of each of rank / 2 parts of a line, and a line has at most one part a block.
+    A slot has room for scores and sums of each of rank / 2 parts of a line, and a line has at most one part per block.
     """
     H, page_tokens = q_TNH.shape[2], k_Pp1H.shape[1]
     size_ok = H % 64 == 0 and rank % (16 * MLA_WARPS) == 0 and rows <= 16

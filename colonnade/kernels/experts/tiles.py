@@ -3,7 +3,7 @@
 Only the device has the load of each expert, so a table row is chosen by what the host has: the GEMM, the element
 size, the layer's (F, D), and the mean rows per expert, R / E. A decode step has few rows: its tiles are as low as
 tensor cores allow (16), since each weight is read once whatever the tile. Training has many rows: its tiles are as
-large as the registers allow (128 × 256 float32 accumulators, 128 registers a thread of 256).
+large as the registers allow (128 × 256 float32 accumulators, 128 registers for each of 256 threads).
 
 In ``tiles.json``, "shapes" holds what ``benchmarks/tune_experts.py`` measured, layer by layer; a layer uses the
 measured one nearest to it in log(F, D). "kernels" holds estimates, used for GEMMs without a measurement. A row may also
