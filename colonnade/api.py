@@ -235,9 +235,9 @@ class Engine(_Engine):
     def __init__(self, model: Model, config: ServeConfig | None = None):
         if not isinstance(model, Model):
             given = short_repr(model) if isinstance(model, str | Path) else f"a {type(model).__name__}"
-            raise ConfigError(f"an Engine serves a loaded model, not {given}; give it colonnade.load(…)")
+            raise ConfigError(f"an Engine serves a loaded model, not {given}; pass colonnade.load(…)")
         if not isinstance(config, ServeConfig | None):
-            raise ConfigError(f"an Engine's config is not a {type(config).__name__}; give it ServeConfig(…)")
+            raise ConfigError(f"an Engine's config is not a {type(config).__name__}; pass ServeConfig(…)")
         config = config or ServeConfig()
         super().__init__(model.transformer, model.tokenizer, config, _load_draft(model, config))
 
@@ -340,7 +340,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     elif location.suffix == ".json":
         return Tokenizer.from_file(location)
     if (tokenizer := Tokenizer.from_model(open_model(location).tokenizer_source)) is None:
-        raise CheckpointError(f"{path} has no tokenizer; give another model, or a tokenizer.json")
+        raise CheckpointError(f"{path} has no tokenizer; use another model, or a tokenizer.json")
     return tokenizer
 
 

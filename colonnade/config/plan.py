@@ -109,7 +109,7 @@ class Plan(Config):
             )
         if self.layers and (len(self.layers) != self.total_stages or min(self.layers) < 1):
             raise PlanError(
-                f"layers {self.layers} must give one or more blocks to each of the {self.total_stages} stages "
+                f"layers {self.layers} must assign one or more blocks to each of the {self.total_stages} stages "
                 f"(pp={self.pp}, {self.stages} per rank)"
             )
         return self
@@ -190,7 +190,9 @@ class Plan(Config):
             ):  # fmt: skip
                 if size % ranks:
                     name = "ep" if what == "experts" else "etp"
-                    raise PlanError(f"{size} {what} do not divide over {name}={ranks}; use {name} of {divisors(size)}")
+                    raise PlanError(
+                        f"{size} {what} cannot be divided over {name}={ranks}; use {name} of {divisors(size)}"
+                    )
             if self.shadows >= model.moe.stored_experts:
                 raise PlanError(
                     f"{self.shadows} shadows of {model.moe.stored_experts} experts means all of them; use "

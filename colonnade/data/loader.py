@@ -139,7 +139,8 @@ class Loader:
     ):
         """``objective`` is :class:`NextToken` of ``split`` by default.
 
-        Raises :class:`ConfigError` if the batch does not divide over the ranks, :class:`DataError` for too few tokens.
+        Raises :class:`ConfigError` if the batch cannot be divided over the ranks, :class:`DataError` for too few
+        tokens.
         """
         if batch % dp_size:
             raise ConfigError(

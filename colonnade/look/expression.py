@@ -117,7 +117,7 @@ class _Parser:
             if isinstance(tree, Leaf):
                 raise ExpressionError(f"'{name.text}' must name a product", name.position)
             if tree.name is not None:
-                raise ExpressionError(f"the product already has a name: '{tree.name}'", name.position)
+                raise ExpressionError(f"the product has a name already: '{tree.name}'", name.position)
             tree.name = name.text
         return tree
 

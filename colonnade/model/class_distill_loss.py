@@ -7,7 +7,7 @@ are the N examples of the step, over data ranks and micro-batches, and all class
 
     Σ D_i / τ²  =  Σ_i 2 (1 − ρ_i)  +  N · mean_c 2 (1 − ρ_c)
 
-A column does not divide over micro-batches. With several of them, :meth:`colonnade.train.distill.Distiller.prepare`
+A column cannot be computed by micro-batches. With several of them, :meth:`colonnade.train.distill.Distiller.prepare`
 first computes the logits of all examples without gradients, and each micro-batch replaces its own rows.
 """
 

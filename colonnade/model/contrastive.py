@@ -7,7 +7,7 @@ negatives of *all* queries of all data ranks, gathered with gradients. A candida
 a negative of q, and is excluded. With several ``widths`` the loss is the mean over them, each of the first so many
 numbers of the embeddings (Matryoshka, Kusupati 2022, arXiv 2205.13147).
 
-The loss does not divide over micro-batches. So with several of them a first pass without gradients collects all
+The loss cannot be computed by micro-batches. So with several of them a first pass without gradients collects all
 embeddings, the loss's gradient by each is computed, and a second pass of each micro-batch takes it from there
 (GradCache, Gao 2021, arXiv 2101.06983).
 """

@@ -62,7 +62,7 @@ class InputProcessor:
         """
         params, source, encoder = check_params(params), (), self.model.encoder
         ids = encode_text(prompt, self.tokenizer, encoder) if isinstance(prompt, str) else prompt
-        allowed = "one text, or list of token ids (generate takes several)"
+        allowed = "a single string or list of token ids (generate takes several)"
         ids = token_ids(ids, self.model.vocab_size, "the prompt", allowed)
         if encoder is not None:
             source, ids = encoder_input(ids, params, encoder, self.tokenizer)

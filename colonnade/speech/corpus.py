@@ -194,8 +194,8 @@ class Corpus:
             return torch.full((self.config.parts * frames,), UNKNOWN)
         if len(one.words) != len(one.text.split(" ")):
             raise DataError(
-                f"{one.audio} has {len(one.words)} times of words and {len(one.text.split(' '))} words; give one per "
-                "word"
+                f"{one.audio} has {len(one.words)} times of words and {len(one.text.split(' '))} words; provide one "
+                "per word"
             )
         space, delay = self.config.letters.index(" ") + 1, delayed_parts(self.config)
         words = [(start / speed, end / speed) for start, end in one.words]

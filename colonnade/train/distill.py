@@ -288,7 +288,7 @@ def _check_models(run: RunConfig, teacher: ModelConfig) -> None:
     if run.distill.init == "layers":
         if run.train.pretrained_checkpoint:
             raise ConfigError(
-                "distill.init layers and train.pretrained_checkpoint both give the initial weights; set one of them"
+                "distill.init layers and train.pretrained_checkpoint both set the initial weights; set one of them"
             )
         if different := differences(model.replace(layers=teacher.layers), teacher, ignore=("context", "init_std")):
             raise ConfigError(

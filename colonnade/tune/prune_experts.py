@@ -25,7 +25,7 @@ def check_transformer(model: object) -> None:
     """Raise :class:`ConfigError` for anything but a transformer, such as the result of ``colonnade.load``."""
     if isinstance(model, Transformer):
         return
-    remedy = "give its .transformer" if hasattr(model, "transformer") else "give a colonnade.model.Transformer"
+    remedy = "pass its .transformer" if hasattr(model, "transformer") else "pass a colonnade.model.Transformer"
     raise ConfigError(f"expected a Transformer, not a {type(model).__name__}; {remedy}")
 
 

@@ -93,7 +93,7 @@ def test_second_start_of_a_running_run_is_refused(config: RunConfig) -> None:
         second = start("none", config)
         output = finish(second)
         assert re.search(rf"CheckpointError: (rank \d: )?{config.folder} is in use by process \d+ on", output), output
-        assert "starting again" not in output and second.returncode == 1
+        assert "restarting" not in output and second.returncode == 1
     finally:
         os.killpg(first.pid, signal.SIGCONT)
         output = finish(first)
@@ -165,6 +165,6 @@ def test_truncated_shard_is_named_and_not_retried(config: RunConfig) -> None:
     assert re.search(rf"CheckpointError: (rank 1: )?{shard} has \d+ bytes instead of \d+; restore it or use", output), (
         output
     )
-    assert "starting again" not in output
+    assert "restarting" not in output
     assert native.newest(config.folder) == config.folder / "step-4"
     assert tensors(config.folder / "step-4") == before

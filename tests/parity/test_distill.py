@@ -309,7 +309,7 @@ def test_refusals(corpus, teachers, tmp_path) -> None:
     refused("only kl can use, not reverse", loss="reverse", cache="c")
     refused("ep=2 with etp=1 runs it on all", name="experts", cache="c", plan=Plan(dp=2, ep=2))
     refused("takes 3 of the teacher's 2 layers", STUDENT.replace(layers=3), name="equal", init="layers")
-    refused("both give the initial weights", name="equal", init="layers", train={"pretrained_checkpoint": "x"})
+    refused("both set the initial weights", name="equal", init="layers", train={"pretrained_checkpoint": "x"})
     with pytest.raises(SystemExit):
         main(["distill", "--data.path", str(corpus)])
 

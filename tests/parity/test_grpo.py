@@ -381,7 +381,7 @@ def test_command_line_and_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         Tuner(run, file, "grpo", tune.replace(reward=""))
     with pytest.raises(ConfigError, match="does not apply to grpo"):
         Tuner(run, file, "grpo", tune, held_out=file)
-    with pytest.raises(DataError, match=r"tokens, .* answer of 64 .* set --tune.max_tokens \d+ or less"):
+    with pytest.raises(DataError, match=r"tokens, .* completion of 64 .* set --tune.max_tokens \d+ or less"):
         Tuner(run, file, "grpo", tune.replace(max_tokens=64))
     with pytest.raises(ConfigError, match="dropout would change"):
         Tuner(run.replace(train=run.train.replace(dropout=0.1)), file, "grpo", tune)

@@ -289,7 +289,7 @@ def test_mxfp4_values() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"quant_method": "bitsandbytes"}, "method 'bitsandbytes', and compressed-tensors, gptq, awq, fp8 are read"),
+        ({"quant_method": "bitsandbytes"}, "method 'bitsandbytes', and only compressed-tensors, gptq, awq, fp8 are"),
         ({"bits": 3}, "GPTQ weights of 3 bits"),
         ({"group_size": 7}, "groups of 7 inputs"),
         ({"group_size": 10**30}, "has groups of"),

@@ -88,7 +88,7 @@ def test_resumed_equals_uninterrupted_bit_for_bit(tmp_path: Path) -> None:
     for name, x in tuning.weights(whole).items():
         assert torch.equal(x, ours[name]), name
     shutil.rmtree(resumed.folder / "step-4")
-    with pytest.raises(DataError, match="other rows"):
+    with pytest.raises(DataError, match="different rows"):
         tuning.fit(resumed, sft_feed(conversations(9), Conversations([])))
 
 

@@ -92,7 +92,7 @@ def test_unsuitable_start_checkpoints_are_refused(corpus: Path, finished_run: Pa
         (MODEL.replace(norm_eps=1e-3), "norm_eps: 1e-0[56] -> 0.001; to use its model"),
         (
             MODEL.replace(moe=MOE.replace(experts=8)),
-            r"'blocks.0.ffn.experts.down': \(4, 12, 16\) -> \(8, .* and 5 more; give",
+            r"'blocks.0.ffn.experts.down': \(4, 12, 16\) -> \(8, .* and 5 more; to use its model",
         ),
     ):
         with pytest.raises(ConfigError, match=said):

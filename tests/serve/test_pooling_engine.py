@@ -310,7 +310,7 @@ def test_sentence_transformers_files(tmp_path: Path) -> None:
         read_pooling(tmp_path)
     assert read_pooling(tmp_path, kind=False).kind is None
     for content, words in (
-        ("{}", "is no list of modules"),
+        ("{}", "is not a list of modules"),
         ("[", "is not JSON"),
         (json.dumps([module("Dense")]), "'Dense'"),
     ):

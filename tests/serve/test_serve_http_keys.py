@@ -96,7 +96,7 @@ def test_requests_a_minute(guarded: Running):
     assert all(0 < float(reply.headers["x-ratelimit-reset-requests"].removesuffix("s")) <= 60 for reply in replies)
     assert 1 <= int(replies[-1].headers["retry-after"]) <= 20
     error = replies[-1].json()["error"]
-    assert error["code"] == "rate_limit_exceeded" and "3 requests a minute" in error["message"]
+    assert error["code"] == "rate_limit_exceeded" and "3 requests per minute" in error["message"]
 
 
 def test_tokens_a_minute(guarded: Running):

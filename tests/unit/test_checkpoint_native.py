@@ -234,7 +234,7 @@ def test_bfloat16_compute_keeps_float32_masters(saved: Path) -> None:
 
 def test_an_existing_folder_is_refused_and_unchanged(saved: Path) -> None:
     before = {path.name: path.read_bytes() for path in saved.iterdir()}
-    with pytest.raises(CheckpointError, match="exists already"):
+    with pytest.raises(CheckpointError, match="already exists"):
         write(saved, seed=5)
     assert {path.name: path.read_bytes() for path in saved.iterdir()} == before
     assert not list(saved.parent.glob(".*"))

@@ -886,14 +886,14 @@ def test_python_api(hf: Path, tmp_path: Path) -> None:
         (lambda m: m.logits(torch.tensor([[1, 2]])), r"tokens is tensor\(\[\[1, 2\]\]\); pass a list"),
         (lambda m: m.hidden([1, 2], [0]), "1 segment for 2 tokens; pass one per token"),
         (lambda m: m.score(["a", "b"]), r"the text is \['a', 'b'\]; pass a string, or a list of token ids"),
-        (lambda m: m.generate([["a"], "b"]), r"the prompt is \['a'\]; pass one text"),
+        (lambda m: m.generate([["a"], "b"]), r"the prompt is \['a'\]; pass a single string"),
         (lambda m: m.generate("a", temprature=0), "unknown parameter 'temprature'; did you mean 'temperature'?"),
         (
             lambda m: colonnade.Engine("smollm2"),
-            "an Engine serves a loaded model, not 'smollm2'; give it colonnade.load",
+            "an Engine serves a loaded model, not 'smollm2'; pass colonnade.load",
         ),
-        (lambda m: colonnade.Engine(m.transformer), "not a Transformer; give it colonnade.load"),
-        (lambda m: colonnade.Engine(m, {"pages": 3}), "an Engine's config is not a dict; give it ServeConfig"),
+        (lambda m: colonnade.Engine(m.transformer), "not a Transformer; pass colonnade.load"),
+        (lambda m: colonnade.Engine(m, {"pages": 3}), "an Engine's config is not a dict; pass ServeConfig"),
     ],
 )
 def test_common_mistakes_get_one_line_with_a_remedy(hf: Path, call: Callable, message: str) -> None:

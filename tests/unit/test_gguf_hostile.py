@@ -141,7 +141,7 @@ def test_malicious_headers_are_refused(contents: bytes, message: str, tmp_path: 
         ),
         ({"embedding_length": 128, "attention.key_length": 16, "rope.dimension_count": 16}, "of shape"),
         ({"attention.head_count": 0}, "a positive whole number"),
-        ({"attention.head_count": 3}, "do not divide|whole head"),
+        ({"attention.head_count": 3}, "not divisible|whole head"),
         ({"split.count": 3}, "is one of 3 parts; join them first: llama-gguf-split --merge"),
         ({"general.architecture": "gemma"}, "architecture 'gemma'; supported ones are llama, qwen2, qwen3, gpt2"),
     ],

@@ -461,7 +461,7 @@ def test_custom_router_needs_one_function():
         ({"kind": "hash", "groups": 2}, {}, r"'hash' does not support model\.moe\.router\.groups"),
         ({"nodes": 7}, {}, "6 experts cannot be spread over 7 nodes"),
         ({}, {"active": 7}, "a token cannot go to 7 of 6 experts"),
-        ({"groups": 4}, {}, "6 experts do not divide into 4 groups"),
+        ({"groups": 4}, {}, "6 experts cannot be divided into 4 groups"),
         (
             {"noise": 1.0},
             {"balance": "importance", "bias_rate": 0.1},
@@ -495,7 +495,7 @@ def test_invalid_router_output_is_reported():
 def test_sequence_router_requires_sequences(kind):
     moe = moe_of(kind)
     x_TD, tokens_T, index_T, units = tokens()
-    with pytest.raises(ConfigError, match=f"decides once for a {kind}, and the stream does not say"):
+    with pytest.raises(ConfigError, match=f"decides once for a {kind}, but the stream does not say"):
         router_of(moe)(x_TD, tokens_T, index_T, None)
     if kind == "task":
         few = moe_of("task", tasks=2)

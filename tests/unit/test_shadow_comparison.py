@@ -148,8 +148,8 @@ def test_own_addresses():
     ("config", "message"),
     [
         ({"shadow": "http://localhost:{port}"}, "is this server itself"),
-        ({"shadow": "http://localhost:1", "shadow_log": None}, "belong together"),
-        ({}, "belong together"),
+        ({"shadow": "http://localhost:1", "shadow_log": None}, "must be used together"),
+        ({}, "must be used together"),
         ({"shadow": "http://localhost:1", "shadow_log": "/proc/none"}, "No such file"),
     ],
 )

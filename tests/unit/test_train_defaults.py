@@ -75,7 +75,7 @@ def test_cpu_run_is_in_float32(tmp_path: Path, capsys: pytest.CaptureFixture[str
     run = RunConfig(runs=tmp_path, device="cpu", model=MODEL, train=train)
     run = run.replace(data=run.data.replace(path=corpus, sequence=16))
     Trainer(run).fit()
-    assert "one process on cpu, float32, 16 tokens a step" in capsys.readouterr().out
+    assert "one process on cpu, float32, 16 tokens per step" in capsys.readouterr().out
     with DistributedContext.build(run.plan, "cpu") as context:
         t = TrainingState(run, context).run.train
         assert (t.dtype, t.compile, t.fused_adamw) == CPU, "the checkpoint's config must match"

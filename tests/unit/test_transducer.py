@@ -188,7 +188,7 @@ def test_loss_refuses_what_has_no_alignment():
     joint = joint_of(w, b)
     with pytest.raises(DataError, match="0 frames"):
         joint.loss(e[:0], p[:2], [0], [[1]])
-    with pytest.raises(DataError, match=r"outside of 0\.\.4"):
+    with pytest.raises(DataError, match=r"outside 0\.\.4"):
         joint.loss(e[:1], p[:2], [1], [[5]])
     with pytest.raises(DataError, match="add up to 3"):
         joint.loss(e[:1], p[:2], [3], [[1]])

@@ -93,7 +93,7 @@ class StrictKeys:
         if value is not None or default is None:
             return value
         if null is _MISSING:
-            raise self.refuse(name, "null has no meaning here; give a value, or remove the key to use the default")
+            raise self.refuse(name, "null has no meaning here; set a value, or remove the key to use the default")
         return null
 
     def ignore(self, names: Iterable[str]) -> None:

@@ -85,7 +85,7 @@ def _scaling(keys: ConfigKeys, name: str, table: dict[str, Any], context: int) -
     if unknown := table.keys() - set(known.values()) - OTHER_KEYS:
         raise keys.refuse(name, f"the setting '{min(unknown)}' of kind '{kind}' is not known")
     if nulls := [key for key in table if table[key] is None and key not in NULLABLE]:
-        raise keys.refuse(name, f"its setting '{nulls[0]}' is null; give a value or remove it")
+        raise keys.refuse(name, f"its setting '{nulls[0]}' is null; set a value or remove it")
     if kind == "default":
         return {"context": context}
     values: dict[str, Any] = {"kind": kind}

@@ -20,7 +20,7 @@ in both directions, and draws the same initial values from the same seeds. Nothi
 - ``num_experts_per_device=0.5`` is an expert on 2 devices; Tutel makes it one on 1. - With ``is_gshard_loss=False`` one
 expert has a loss of 0, not NaN. - Every degree also works inside a ``group``. -
 ``checkpoint.gather`` and ``checkpoint.scatter`` read files with ``weights_only=True``, support all sizes that the layer
-supports except ``llama_ffn`` experts whose D·F does not divide over their ranks, and join ``llama_ffn`` experts with
+supports except ``llama_ffn`` experts whose D·F cannot be divided over their ranks, and join ``llama_ffn`` experts with
 several per rank. - A state dict without an expert's parameter is an error, unless ``strict=False``; Tutel fills in
 zeros. - The dictionaries ``gate_type`` and ``experts`` are not changed, so two layers can be created from one. Unknown
 options and

@@ -54,7 +54,7 @@ class FusedExpertsNetwork(nn.Module):
         super().__init__()
         if hidden_size_per_expert % sharded_count:
             raise PlanError(
-                f"{hidden_size_per_expert} hidden units of an expert do not divide over its {sharded_count} ranks; "
+                f"{hidden_size_per_expert} hidden units of an expert cannot be divided over its {sharded_count} ranks; "
                 "change hidden_size_per_expert"
             )
         if activation_fn is not None and activation_fn_with_self is not None:

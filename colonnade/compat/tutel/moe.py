@@ -130,7 +130,7 @@ class MOELayer(nn.Module):
         if n > 0:
             return int(n) * world
         if world % int(-n):
-            raise PlanError(f"{world} ranks do not divide by {int(-n)} ranks per expert; use a divisor of {world}")
+            raise PlanError(f"{world} ranks are not divisible by {int(-n)} ranks per expert; use a divisor of {world}")
         return world // int(-n)
 
     @property
@@ -315,7 +315,7 @@ def _overlap(parts: int) -> int:
 
 
 def _multiple(rows: int, shards: int) -> int:
-    """Return the multiple to which C is rounded: above 256 in steps of 128 that divide over the ``shards``."""
+    """Return the multiple to which C is rounded: above 256 in steps of 128 that can be divided over the ``shards``."""
     if rows <= 256:
         return rows
     rows = -(-rows // 128) * 128

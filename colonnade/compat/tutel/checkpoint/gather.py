@@ -25,7 +25,7 @@ def gather(inputs: str, input_size: int, output: str, namespace: str = "", defau
     state.update({f"{prefix}{COUNT}": torch.tensor(E) for prefix, E in layers.items()})
     if not layers:
         raise CheckpointError(
-            f"'{paths[0]}' has no layer of experts; give --namespace where the state dict is inside other "
+            f"'{paths[0]}' has no layer of experts; set --namespace where the state dict is inside other "
             f"dictionaries, or --default_num_global_experts for a file without '{COUNT}'"
         )
     names = expert_names(state, layers)

@@ -34,7 +34,7 @@ def scatter(input: str, output_size: int, outputs: str, namespace: str = "") -> 
     layers = layers_of(state)
     if not layers:
         raise CheckpointError(
-            f"'{input}' has no layer of experts with an entry '{COUNT}'; give --namespace where the state dict is "
+            f"'{input}' has no layer of experts with an entry '{COUNT}'; set --namespace where the state dict is "
             "inside other dictionaries, or create the file with gather"
         )
     for E in set(layers.values()):
@@ -62,7 +62,7 @@ def part(name: str, stack: Tensor, experts: int, size: int, rank: int) -> Tensor
         one = F.pad(one, (0, -one.shape[dim] % ranks))
     if dim == 0 or one.shape[dim] % ranks:
         raise CheckpointError(
-            f"an expert of '{name}', of shape {tuple(one.shape[1:])}, does not divide over {ranks} ranks; use fewer"
+            f"an expert of '{name}', of shape {tuple(one.shape[1:])}, cannot be divided over {ranks} ranks; use fewer"
         )
     return one.chunk(ranks, dim)[rank % ranks].clone()
 
