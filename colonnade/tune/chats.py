@@ -111,7 +111,7 @@ def _kind(value: object) -> str:
         case int() | float():
             return f"a number ({str(value)[:20]})"
         case str():
-            return "a text"
+            return "a string"
         case list():
             return "a list" if value else "an empty list"
         case _:

@@ -110,8 +110,8 @@ HOSTILE: list[tuple[Any, str]] = [
     ({"text": "x"}, "'text'"),
     ({"prompt": "x", "chosen": "y", "rejected": "z"}, "use --method dpo"),
     ({"messages": []}, "'messages' is an empty list; write a list of messages"),
-    ({"messages": "hi"}, "'messages' is a text; write a list of messages"),
-    ({"messages": ["hi"]}, "message 1 of 'messages' is a text; write an object"),
+    ({"messages": "hi"}, "'messages' is a string; write a list of messages"),
+    ({"messages": ["hi"]}, "message 1 of 'messages' is a string; write an object"),
     ({"messages": [{"content": "x"}]}, f"message 1 of 'messages' has no 'role', but 'content'; write {LISTED}"),
     ({"messages": [TALK[1], said("bot", "x")]}, f"message 2 of 'messages' has the role 'bot'; write {LISTED}"),
     ({"messages": [said("user", "x"), {"role": "assistant"}]}, "message 2 .* 'assistant' and has no 'content'; write"),
@@ -147,7 +147,7 @@ def test_bad_rows_are_named(row: Any, message: str, template: str) -> None:
 def test_prompts_of_a_wrong_form_are_named() -> None:
     with pytest.raises(DataError, match=r"row 7: 'prompt' is a number \(2.5\); write a string or a list of messages"):
         encode_prompt(2.5, tokenizer(), "row 7")
-    with pytest.raises(DataError, match="row 7: 'rejected' is a text; write a list of messages"):
+    with pytest.raises(DataError, match="row 7: 'rejected' is a string; write a list of messages"):
         preference({"chosen": TALK, "rejected": "no"}, tokenizer(), "row 7")
     with pytest.raises(DataError, match="row 7 lacks 'chosen' or 'rejected'"):
         preference({"prompt": "a", "completion": "b"}, tokenizer(), "row 7")
