@@ -189,7 +189,7 @@ def _assign(model: Transformer, name: str, quantise: Quantiser, kind: Weights, w
 def _check(model: Transformer, compression: Compression) -> None:
     if (already := quantised_kind(model)) is not None:
         raise ConfigError(
-            f"this model's weights are in {already} already; compress the model that it was made from (in Python, "
+            f"this model's weights are already in {already}; compress the model that it was made from (in Python, "
             "weights='dense' loads it dequantised)"
         )
     check_ranks(model)

@@ -51,7 +51,7 @@ def check_float8(model: ModelConfig, tp: int, etp: int = 1) -> None:
         for part in parts:
             if part % FLOAT8_MULTIPLE:
                 raise PlanError(
-                    f"float8 needs multiples of {FLOAT8_MULTIPLE}, and {axes[what]} leaves a rank {part} of {what} "
+                    f"float8 needs multiples of {FLOAT8_MULTIPLE}, and {axes[what]} leaves each rank {part} of {what} "
                     f"{whole}; use a lower {axes[what].partition('=')[0]}, or set train.float8 none"
                 )
 

@@ -28,7 +28,7 @@ def dense_config(config: ModelConfig, keep: int) -> ModelConfig:
     if moe is None:
         raise ConfigError("this model has no experts to concatenate")
     if moe.merged:
-        raise ConfigError(f"the {moe.experts} experts are already merged; convert the original model")
+        raise ConfigError(f"the {moe.experts} experts are already merged into {moe.merged}; convert the original model")
     if not 1 <= keep <= moe.experts:
         raise ConfigError(f"{keep} of {moe.experts} experts cannot be concatenated; use 1 to {moe.experts}")
     if moe.shared_gate:

@@ -245,7 +245,7 @@ def test_questions_and_answers() -> None:
     ("path", "body", "message"),
     [
         ("record", b"{", "not JSON"),
-        ("record", {"text": 1}, 'no "text"'),
+        ("record", {"text": 1}, 'needs a "text"'),
         ("record", {"text": "x" * 20001}, "20,000"),
         ("record", {"text": "a"}, "1 tokens; send 2 to"),
         ("record", {"text": "fox " * 3000}, "send 2 to 128"),

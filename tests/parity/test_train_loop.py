@@ -251,7 +251,7 @@ def test_inconsistent_runs_are_refused(config: RunConfig, tmp_path: Path) -> Non
         Trainer(short.replace(data=DataConfig(path=other, sequence=16))).fit()
     with pytest.raises(ConfigError, match=r"data.seed is 7, and .* trained with 0: .* set --data.seed 0, start the"):
         Trainer(short.replace(data=short.data.replace(seed=7))).fit()
-    with pytest.raises(ConfigError, match=r"data.sequence is 8, and .* trained with 16"):
+    with pytest.raises(ConfigError, match=r"data.sequence is 8, but .* trained with 16"):
         Trainer(short.replace(data=short.data.replace(sequence=8))).fit()
 
 

@@ -127,7 +127,7 @@ def _values() -> None:
     if W > 1:
         with pytest.raises(PlanError, match="not divisible by"):
             net.simple_split(torch.zeros(2 * W + 1))
-    with pytest.raises(ConfigError, match="add up"):
+    with pytest.raises(ConfigError, match="right sum"):
         net.batch_all_to_all_v([data[rank]], [len(data[rank]) + 1] + [0] * (W - 1))
     with pytest.raises(ConfigError, match="only a sum"):
         net.allreduce_forward(x, op=ops.MAX)

@@ -207,7 +207,7 @@ def test_templates_get_variables_and_continue(running: Running):
                 ]
             },
             "messages",
-            "no JSON object",
+            "not a JSON object",
         ),
         ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs", "may not set 'tools'"),
         ({"continue_final_message": True}, "continue_final_message", "role 'assistant'"),

@@ -166,7 +166,7 @@ def test_long_texts_are_refused_or_truncated(running: Running) -> None:
         ({"input": [True]}, "input", "input must be"),
         ({"input": {}}, "input", "input must be"),
         ({}, "input", "'input' is missing"),
-        ({"input": "a", "dimensions": 25}, "dimensions", "dimensions is 25, and the model's embeddings have 24"),
+        ({"input": "a", "dimensions": 25}, "dimensions", "dimensions is 25, but the model's embeddings have 24"),
         ({"input": "a", "dimensions": 0}, "dimensions", "ask for 1 to 24"),
         ({"input": "a", "encoding_format": "hex"}, "encoding_format", "'hex'"),
         ({"input": "a", "truncate_prompt_tokens": 41}, "truncate_prompt_tokens", "context of 40"),

@@ -397,7 +397,7 @@ def test_turns_reuse_the_cache(exported) -> None:
     torch.testing.assert_close(package.logits(first), Package(exported[1], trust=True).logits(first), rtol=0, atol=1e-5)
     with pytest.raises(RequestError, match="maximum context length is 96"):
         package.stream([1] * 96, SamplingParams())
-    with pytest.raises(RequestError, match="does not know echo"):
+    with pytest.raises(RequestError, match="does not support echo"):
         package.stream([1], SamplingParams(echo=True))
 
 

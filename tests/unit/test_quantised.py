@@ -163,7 +163,7 @@ def test_unsupported_settings_are_refused() -> None:
     llama = preset("llama-2-7b")
     for weights, group, tp in (("int4", 128, 4), ("int4", 64, 8)):
         with pytest.raises(
-            PlanError, match=rf"one scale for {group} inputs, and tp={tp} leaves a rank \d+ of ffn_width"
+            PlanError, match=rf"one scale for {group} inputs, and tp={tp} leaves each rank \d+ of ffn_width"
         ):
             check_quantised(llama, weights, group, tp)
     check_quantised(llama, "int4", 64, 4)
@@ -176,11 +176,11 @@ def test_unsupported_settings_are_refused() -> None:
         moe.replace(heads=16, head_width=16), "int4", 64, 2
     )  # no layer has the 35 hidden units of a dense one
     check_quantised(moe, "int8", 64, 2, etp=4)
-    with pytest.raises(PlanError, match=r"etp=2 leaves a rank 32 of moe.ffn_width 64.*use --serve.weight_group 32"):
+    with pytest.raises(PlanError, match=r"etp=2 leaves each rank 32 of moe.ffn_width 64.*use --serve.weight_group 32"):
         check_quantised(moe, "int4", 64, 1, etp=2)
-    with pytest.raises(PlanError, match=r"etp=4 leaves a rank 16 of moe.ffn_width 64.*use another etp, or --serve"):
+    with pytest.raises(PlanError, match=r"etp=4 leaves each rank 16 of moe.ffn_width 64.*use another etp, or --serve"):
         check_quantised(moe, "int4", 32, 1, etp=4)
-    with pytest.raises(PlanError, match=r"tp=2 leaves a rank 32 of moe.shared_width 64"):
+    with pytest.raises(PlanError, match=r"tp=2 leaves each rank 32 of moe.shared_width 64"):
         check_quantised(moe.replace(heads=16, head_width=16, moe=moe.moe.replace(shared_width=64)), "int4", 64, 2)
     with pytest.raises(
         ConfigError, match=r"serve.weights is int4, but this model's weights are stored.*load it with weights"

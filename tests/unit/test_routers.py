@@ -499,7 +499,7 @@ def test_sequence_router_requires_sequences(kind):
         router_of(moe)(x_TD, tokens_T, index_T, None)
     if kind == "task":
         few = moe_of("task", tasks=2)
-        with pytest.raises(ConfigError, match="has 5 tasks, and the router 2"):
+        with pytest.raises(ConfigError, match="has 5 tasks, but the router has 2"):
             router_of(few)(x_TD, tokens_T, index_T, None, token_groups=units)
 
 

@@ -522,7 +522,7 @@ def test_training_resumes_bit_for_bit(spoken, tmp_path):
     assert [(row["step"], row["loss"]) for row in rows] == list(enumerate(losses, 1))
     for name in ("model.safetensors", "optimizer.safetensors"):
         assert (whole / name).read_bytes() == (parts / name).read_bytes()
-    with pytest.raises(CheckpointError, match="another recogniser"):
+    with pytest.raises(CheckpointError, match="a different recogniser"):
         fit.fit(TINY, spoken, tmp_path / "parts", SETTINGS)
     with pytest.raises(ConfigError, match="above 0"):
         fit.fit(TINY, spoken, tmp_path / "none", SETTINGS._replace(batch=0))

@@ -174,7 +174,7 @@ def test_recovery_of_fewer_experts() -> None:
 def test_what_cannot_be_ternary() -> None:
     with pytest.raises(ConfigError, match="ternary applies only to experts"):
         compress(built(CONFIGS["llama"], dtype=torch.float32), Compression(weights="ternary", by="nearest"))
-    with pytest.raises(PlanError, match=r"etp=8 leaves a rank 9 of moe\.ffn_width 72"):
+    with pytest.raises(PlanError, match=r"etp=8 leaves each rank 9 of moe\.ffn_width 72"):
         check_quantised(mixture(67), "ternary", 18, tp=1, etp=8)
     check_quantised(mixture(67), "ternary", 18, tp=1, etp=4)
 
