@@ -219,7 +219,7 @@ def test_deep_rules_and_many_choices():
         ({"grammar": "start: nope"}, 'unknown name: "nope"'),
         ({"grammar": "root ::= " + "(" * 30000}, "grammar cannot be"),
         ({"grammar": "root ::= ["}, "grammar cannot be read: Unexpected end of input"),
-        ({"choice": []}, "a list of strings"),
+        ({"choice": []}, "a list of non-empty strings"),
         ({"regex": "a", "choice": ["b"]}, "has regex and choice of json"),
         ({}, "has none of json, regex, choice, grammar, json_object"),
         ({"regex": "a" * (MAX_GRAMMAR_BYTES + 1)}, "has 65537 bytes; at most 65536"),

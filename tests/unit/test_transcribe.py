@@ -65,7 +65,7 @@ def test_files_are_resampled_and_mixed(tmp_path: Path, suffix: str) -> None:
 
 @pytest.mark.parametrize(
     ("contents", "message"),
-    [(None, "does not exist"), (b"", "cannot be read as audio"), (b"RIFF" + bytes(50), "no audio|no samples"),
+    [(None, "does not exist"), (b"", "cannot be read as audio"), (b"RIFF" + bytes(50), "read as audio|no samples"),
      (b"plain text, no sound" * 20, "cannot be read as audio|has no sound")],
 )  # fmt: skip
 def test_bad_files(tmp_path: Path, capsys: pytest.CaptureFixture[str], contents: bytes | None, message: str) -> None:
