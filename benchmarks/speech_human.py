@@ -23,10 +23,10 @@ prompts and of the game, sentences from pairs of words of the prompts, and sente
 only prompts, and spoken sentences of their words. Speeds change by 10%, and runs of samples and bands of the spectrum
 are masked. ``tiny`` is speech-tiny (1.1 M parameters), ``conformer-tiny`` the preset (1.3 M), ``large`` 8 blocks of
 width 256 (8 M), ``conformer`` a Conformer of 8 blocks of width 256 (14 M). Segments have 640 ms, those of ``conformer``
-1.28 s; the Emformers wait for 160 ms more. Streams get 100 ms at a time, one thread. The language model predicts letters
-from texts of the prompts in training, of the game and of speeches (:mod:`colonnade.speech.letter_lm`). The peers get
-whole prompts: Whisper tiny.en (680,000 hours of many voices; here, as in speech_peers.py) and pocketsphinx (its own
-English model), both made for any speech.
+1.28 s; the Emformers wait for 160 ms more. Streams get 100 ms at a time, one thread. The language model predicts
+letters from texts of the prompts in training, of the game and of speeches (:mod:`colonnade.speech.letter_lm`). The
+peers get whole prompts: Whisper tiny.en (680,000 hours of many voices; here, as in speech_peers.py) and pocketsphinx
+(its own English model), both made for any speech.
 """
 
 import argparse
