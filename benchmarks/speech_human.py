@@ -19,14 +19,14 @@ The prompts are of one voice, without noise. 100 of at least four words are held
 weight and bonus of the language model, drawn by a seed; no text of these is in training or in the language model.
 Training reads the others COPIES times an epoch, the lines of actors in a computer game, of many voices
 (:mod:`harness.game_speech`), read sentences, and spoken sentences (espeak-ng, and flite's four voices): texts of the
-prompts and of the game, sentences from pairs of words of the prompts, and sentences of speeches. Its second part reads
-only prompts, and spoken sentences of their words. Speeds change by 10%, and runs of samples and bands of the spectrum
-are masked. ``tiny`` is speech-tiny (1.1 M parameters), ``conformer-tiny`` the preset (1.3 M), ``large`` 8 blocks of
-width 256 (8 M), ``conformer`` a Conformer of 8 blocks of width 256 (14 M). Segments have 640 ms, those of ``conformer``
-1.28 s; the Emformers wait for 160 ms more. Streams get 100 ms at a time, one thread. The language model predicts
-letters from texts of the prompts in training, of the game and of speeches (:mod:`colonnade.speech.letter_lm`). The
-peers get whole prompts: Whisper tiny.en (680,000 hours of many voices; here, as in speech_peers.py) and pocketsphinx
-(its own English model), both made for any speech.
+prompts and of the game, sentences from pairs of words of the prompts, and sentences of speeches. ``--last-steps`` adds
+a second part, which reads only prompts and spoken sentences of their words; the record is without it. Speeds change by
+10%, and runs of samples and bands of the spectrum are masked. ``tiny`` is speech-tiny (1.1 M parameters),
+``conformer-tiny`` the preset (1.3 M), ``large`` 8 blocks of width 256 (8 M), ``conformer`` a Conformer of 8 blocks of
+width 256 (14 M). Segments have 640 ms, those of ``conformer`` 1.28 s; the Emformers wait for 160 ms more. Streams get
+100 ms at a time, one thread. The language model predicts letters from texts of the prompts in training, of the game and
+of speeches (:mod:`colonnade.speech.letter_lm`). The peers get whole prompts: Whisper tiny.en (680,000 hours of many
+voices; here, as in speech_peers.py) and pocketsphinx (its own English model), both made for any speech.
 """
 
 import argparse
@@ -52,6 +52,7 @@ from colonnade.speech.fit import FitSettings, fit
 from colonnade.speech.letter_lm import Fusion, LetterModel
 from colonnade.speech.listen import listen
 from colonnade.speech.model import SpeechModel
+from colonnade.speech.pcm import RATE
 from harness.human_speech import HELD_OUT, PROMPT, RECORDED, collect, divided, game_lines, make
 from harness.report import Cell, Headline, folder_of, report
 from speech import timed
@@ -125,13 +126,16 @@ def _row(name: str, what: str, checkpoint: Path, fusion: Fusion, tests: Prompts)
     texts = [normal(run(x)) for _, x in tests]
     cpu_s = time.process_time() - start_s
     wrong = sum(word_errors(text, found) for (text, _), found in zip(tests, texts, strict=True))
-    words, seconds = sum(len(text.split()) for text, _ in tests), sum(len(x) for _, x in tests) / 16000
+    words, seconds = sum(len(text.split()) for text, _ in tests), sum(len(x) for _, x in tests) / RATE
     for (text, _), found in list(zip(tests, texts, strict=True))[:5]:
         print(f"  {name}: {text!r} -> {found!r}", flush=True)
     row: dict[str, Cell] = {
         "what": what, "prompts": len(tests), "words": words, "word_errors": round(wrong / words, 4),
         "rtf_cpu": round(cpu_s / seconds, 4), "threads": 1,
     }  # fmt: skip
+    if name not in PEERS:
+        config = SpeechModel.load(checkpoint).config
+        row["mean_algorithmic_latency_s"] = round(config.frame_samples / RATE * (config.right + config.segment / 2), 3)
     return row | ({"weight": fusion.weight, "bonus": fusion.bonus} if name == FUSED else {})
 
 
@@ -167,7 +171,7 @@ def train(args: argparse.Namespace, rows: list[dict[str, Cell]]) -> Path:
             steps = round(args.seconds / step_s)
             row |= {"ms_a_step": round(1000 * step_s, 1)}
     checkpoint = _fit(corpus, args.run, _settings(args, steps), args, rows)
-    last = args.last_steps if step_s is None or args.last_seconds is None else round(args.last_seconds / step_s)
+    last = args.last_steps if step_s is None else round((args.last_seconds or 0) / step_s)
     if not last:
         return checkpoint
     if args.export is not None:
@@ -242,7 +246,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--checkpoint", type=Path, help="measure this recogniser, and train none")
     parser.add_argument("--spoken", type=int, default=3000, help="sentences of speeches, and as many of prompts' words")
     parser.add_argument("--steps", type=int, default=4000)
-    parser.add_argument("--last-steps", type=int, default=400, help="of the second part, prompts only; 0: none")
+    parser.add_argument("--last-steps", type=int, default=0, help="of a second part, prompts only")
     parser.add_argument("--seconds", type=float, help="of training, in the place of steps, by the time of a few steps")
     parser.add_argument("--last-seconds", type=float, help="of the second part; with --seconds")
     parser.add_argument("--batch", type=int, default=48)
