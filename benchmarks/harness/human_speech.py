@@ -35,6 +35,8 @@ MOST_WORDS = 14
 FLITE_VOICES = ("slt", "rms", "awb", "kal16")
 RECORDED, TEXTS = "recordings.jsonl", "texts.json"
 PROMPT = "prompt-"
+SILENT = 0.01
+"""Largest sample of a prompt without speech; there are ten, such as "two seconds of silence"."""
 MP3 = {"format": "MP3", "subtype": "MPEG_LAYER_III", "bitrate_mode": "CONSTANT", "compression_level": 0.9}
 """How soundfile writes 24 kbit/s."""
 
@@ -79,6 +81,12 @@ def divided(source: Path, seed: int) -> Divided:
     others = [long[i] for i in order[HELD_OUT:] if long[i][0] not in tested][:CHOOSING]
     held = tested | {text for text, _ in others}
     return Divided([one for one in chosen if one[0] not in held], others, tests)
+
+
+def heard(prompts: list[tuple[str, Path]]) -> list[tuple[str, np.ndarray]]:
+    """(text, samples) of the prompts that are not silent."""
+    read = ((text, g722(path)) for text, path in prompts)
+    return [(text, samples) for text, samples in read if np.abs(samples).max() > SILENT]
 
 
 def game_lines(game: Path | None, held: set[str]) -> list[tuple[str, game_speech.Line]]:
@@ -137,8 +145,7 @@ def collect(folder: Path, source: Path, game: Path | None, others: list[Path], s
     folder.mkdir(parents=True)
     lines: list[dict[str, object]] = []
     minutes = {"prompts": 0.0, "game": 0.0, "others": 0.0}
-    for i, (text, path) in enumerate(train):
-        samples = g722(path)
+    for i, (text, samples) in enumerate(heard(train)):
         if LEAST_S <= (seconds := len(samples) / RATE) <= MOST_S:
             minutes["prompts"] += seconds / 60
             write_audio(folder / f"{PROMPT}{i:04}.flac", samples)

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 from pathlib import Path
 
 import numpy as np
@@ -66,6 +67,23 @@ def test_long_recordings_are_left_out(tmp_path):
     assert human_speech._shrink((tmp_path / "b.wav", tmp_path / "b.mp3")) == 0.0
     assert (tmp_path / "a.mp3").stat().st_size < 8000
     assert not (tmp_path / "b.mp3").exists()
+
+
+def test_an_item_ends_after_quiet_and_whatever_follows():
+    loud = 0.1 * np.sin(np.arange(16000 * 4) / 5).astype(np.float32)
+    quiet = np.zeros(16000 // 4, np.float32)
+    x = np.concatenate([loud[: 16000 * 2], quiet, loud, quiet, loud[:8000]])
+    whole = speech_human.items(x, 0.2)
+    assert np.array_equal(np.concatenate(whole), x)
+    assert [len(part) for part in whole] == [16000 * 6 + 4000 + 3200, 800 + 8000]  # no cut before LEAST_ITEM_S
+    assert speech_human.items(x[: 16000 * 6 + 4000 + 3300], 0.2)[0].size == whole[0].size
+    assert [len(part) for part in speech_human.items(x, math.inf)] == [len(x)]
+
+
+def test_silent_prompts_are_left_out(monkeypatch):
+    monkeypatch.setattr(human_speech, "g722", lambda path: np.full(100, float(path.name), np.float32))
+    found = human_speech.heard([("two seconds of silence", Path("0.001")), ("please hold", Path("0.5"))])
+    assert [text for text, _ in found] == ["please hold"]
 
 
 def test_the_second_part_reads_prompts_only(tmp_path):
