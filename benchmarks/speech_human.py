@@ -3,7 +3,7 @@
     apt-get download asterisk-core-sounds-en asterisk-core-sounds-en-g722    # CC-BY-SA; texts, and recordings
     for each: dpkg -x FILE.deb prompts
     apt-get download flight-of-the-amazon-queen; dpkg -x FILE.deb game       # freeware: 3 hours of acted lines
-    git clone https://github.com/jimbozhang/speechocean762                   # six hours of 250 learners, read
+    git clone https://github.com/jimbozhang/speechocean762                   # 5.5 hours of 250 learners, read
     git clone https://github.com/PrernaSocity/lj_speech_dataset_part_1       # 42 minutes of LJ Speech, public domain
     apt-get download flite libflite1; for each: dpkg -x FILE.deb flite       # four voices made from human recordings
     pip install pocketsphinx                                                 # for its row
