@@ -32,6 +32,7 @@ Latencies are of all rounds together, rates are medians. On several NUMA nodes `
 engine to a node too.
 
 Stages: ``image`` pinned, with decoding, resizing and JSON beside the network of another request, or in turn with it;
+or beside it on any core of the service, so that it does not hold up the network's threads;
 ``text`` pinned, with texts (tokenised beside the forward pass) or token ids. Waiting: ``pinned`` threads spin briefly,
 or sleep at once, as they do where cores are shared.
 """
@@ -76,7 +77,8 @@ TEXT_LAYERS, CHAT_LAYERS = 3, 10
 CLASSES = 4
 LADDER = ("default", "aligned", "pinned", "bfloat16", "int8", "int4", "student")
 """Order of the plot."""
-STAGES = ("pinned, stages in turn", "pinned, token ids")
+DECODED_ANYWHERE = "pinned, decoding on any core"
+STAGES = ("pinned, stages in turn", DECODED_ANYWHERE, "pinned, token ids")
 """Steps that compare stages; not drawn."""
 ASLEEP = "pinned, threads asleep"
 """A step whose threads sleep as soon as they wait; not drawn."""
@@ -141,6 +143,7 @@ def all_steps(service: str, settings: Settings) -> list[Step]:
             replace(pinned, name="bfloat16", flags=(*pinned.flags, "--dtype", "bfloat16"), weights="bfloat16"),
             replace(pinned, name="student", flags=("--overlap", "--model", "resnet18", "--size", "224")),
             replace(pinned, name="pinned, stages in turn", flags=image),
+            replace(pinned, name=DECODED_ANYWHERE, flags=(*pinned.flags, "--decode_cpus", *usable_cpus())),
             replace(pinned, name=ASLEEP, asleep=True),
         ]  # fmt: skip
 
@@ -154,6 +157,11 @@ def all_steps(service: str, settings: Settings) -> list[Step]:
         return [default, aligned, pinned, halved, student, ids, replace(pinned, name=ASLEEP, asleep=True)]
     student = replace(quantised("int4"), name="student", model="student")
     return [default, aligned, pinned, quantised("int8"), quantised("int4"), student]
+
+
+def usable_cpus() -> list[str]:
+    """The logical CPUs of the service."""
+    return [str(cpu.number) for cpu in read_machine().cpus]
 
 
 # -- models ------------------------------------------------------------------------------------------------------------

@@ -10,11 +10,13 @@ values) / read bandwidth. Bandwidth is that of the fastest of torch's reductions
 same threads. It changes from second to second where other machines use the same memory, so it is measured before and
 after the steps of each round; the share is the median of the rounds' shares of the mean of the two. That compares
 median steps with the fastest reading; ``fastest_of_bound`` compares the fastest step of a round with the fastest
-reading before or after it. Steps are those of the engine, greedy, with contexts of 16 to 256 tokens.
+reading before or after it. ``peak_memory_mb`` is the most that the process has held so far. Steps are
+those of the engine, greedy, with contexts of 16 to 256 tokens.
 """
 
 import argparse
 import gc
+import resource
 import statistics
 from pathlib import Path
 
@@ -137,6 +139,7 @@ def measure(
         "most_of_bound": figures(max(shares), 3),
         "fastest_of_bound": figures(statistics.median(fastest), 3),
         "steps": len(steps),
+        "peak_memory_mb": figures(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3),
     }
     print(line(row), flush=True)
     return row
@@ -148,6 +151,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--weights", nargs="+", choices=KINDS, default=KINDS)
     parser.add_argument("--seconds", type=float, default=5, help="of decoding, for each model and format")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--record", default="decode_cpu_bandwidth", help="name of the record")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the JSON file")
     parser.add_argument("--tiny", action="store_true", help="a toy model; writes no record")
     args = parser.parse_args(argv)
@@ -166,7 +170,7 @@ def main(argv: list[str] | None = None) -> None:
                 for row in rows
             ]  # fmt: skip
             notes = f"{__doc__}\nmedians of {args.rounds} rounds; {neighbours}, this one included"
-            report("decode_cpu_bandwidth", rows, notes, headlines=heads, folder=args.out)  # kept if it is stopped
+            report(args.record, rows, notes, headlines=heads, folder=args.out)  # kept if it is stopped
 
 
 if __name__ == "__main__":

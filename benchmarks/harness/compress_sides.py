@@ -4,13 +4,11 @@ A :class:`Side` loads a folder or file and gives logits, its weights' bytes, and
 thread.
 """
 
-import ctypes
-import os
 import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -21,6 +19,7 @@ from colonnade.config import Device, ServeConfig, WeightFormat
 from colonnade.model.weight_only_quant import weight_bytes
 from colonnade.serve.sampling_params import SamplingParams
 from harness.engine_load import decode_rate
+from harness.llama_cpp_peer import LlamaCpp, load_library, runner
 
 
 class Side(Protocol):
@@ -120,43 +119,25 @@ class Llama:
     """llama.cpp with a GGUF file; ``folder`` has the package llama_cpp."""
 
     def __init__(self, path: Path, folder: Path, context: int):
-        from decode_cpu_quantised import LlamaCpp, theirs  # it imports transformers, which others should not pay for
-
-        self.library, self.path = _llama_cpp(folder), path
+        self.library, self.path = load_library(folder), path
         self.weight_bytes = path.stat().st_size
-        self.model, self._theirs = LlamaCpp(self.library, path, 1, context, 0), theirs
+        self.model = LlamaCpp(self.library, path, 1, context + 8)
 
     def logits(self, tokens: Tensor) -> Tensor:
         """In one batch."""
-        self._clear()
+        self.model.clear()
         self.model.decode([(token, i, 0, True) for i, token in enumerate(tokens.tolist())])
-        get, vocab = self.library.llama_get_logits_ith, (self.model.vocab,)
-        rows = [np.ctypeslib.as_array(get(self.model.context, i), vocab).copy() for i in range(len(tokens))]
-        return torch.from_numpy(np.stack(rows))
+        return torch.from_numpy(np.stack([self.model.logits(i) for i in range(len(tokens))]))
 
     def first(self, prompt: list[int]) -> object:
         """Generate one token."""
-        self._clear()
-        self.model.decode([(token, i, 0, i + 1 == len(prompt)) for i, token in enumerate(prompt)])
-        return self.model.greedy(len(prompt) - 1)
+        self.model.clear()
+        return self.model.prefill([prompt])[0]
 
     def rate(self, prompt: list[int], new: int) -> float:
         """Greedy by numpy's argmax."""
-        return self._theirs(self.library, self.path, [prompt], new)(0)
-
-    def _clear(self) -> None:
-        self.library.llama_memory_clear(self.library.llama_get_memory(self.model.context), True)
-
-
-def _llama_cpp(folder: Path) -> Any:
-    sys.path.append(os.fspath(folder))
-    import llama_cpp  # type: ignore[import-not-found]
-
-    quiet = llama_cpp.llama_log_callback(lambda *_: None)
-    llama_cpp.llama_log_set(quiet, ctypes.c_void_p(0))
-    llama_cpp.quiet = quiet  # the library calls it, so it must stay alive
-    llama_cpp.llama_backend_init()
-    return llama_cpp
+        took = runner(self.library, self.path, 1, len(prompt) + new + 8)([prompt], new)
+        return (new - 1) / took.rest_s
 
 
 def llama_quantise(folder: Path, source: Path, out: Path, file_type: int) -> None:

@@ -1,17 +1,20 @@
 """A worker that classifies JPEG images over HTTP, one process of one model.
 
-    python -m harness.image_worker --model resnet50 --size 384 [--overlap] [--dtype bfloat16]
+    python -m harness.image_worker --model resnet50 --size 384 [--overlap] [--dtype bfloat16] [--decode_cpus 0 1 2 3]
 
     POST /  JPEG -> decode, resize, normalise -> network -> softmax, five best classes -> JSON
 
 A thread a connection, and one thread that runs the network, since OpenMP has a set of threads for each that calls it.
 With --overlap the other stages run in the connections' threads, concurrently with the network of another request;
 otherwise one thread runs all three. Threads, affinity and OpenMP's settings are inherited (:mod:`colonnade.cores`).
+--decode_cpus are the CPUs of the connections' threads, if they differ from the network's.
 """
 
 import argparse
 import io
 import json
+import os
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -43,8 +46,10 @@ def answer(logits_1K: Tensor) -> bytes:
     return json.dumps(classes).encode()
 
 
-def handler(model: nn.Module, size: int, dtype: torch.dtype, *, overlap: bool) -> type[BaseHTTPRequestHandler]:
-    """Answers one connection."""
+def handler(
+    model: nn.Module, size: int, dtype: torch.dtype, *, overlap: bool, decode_cpus: Sequence[int] = ()
+) -> type[BaseHTTPRequestHandler]:
+    """Answers one connection, in a thread on ``decode_cpus`` if there are any."""
     network = ThreadPoolExecutor(1)
 
     @torch.inference_mode()
@@ -57,6 +62,11 @@ def handler(model: nn.Module, size: int, dtype: torch.dtype, *, overlap: bool) -
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
         disable_nagle_algorithm = True
+
+        def setup(self) -> None:
+            if decode_cpus:
+                os.sched_setaffinity(0, decode_cpus)  # of this thread
+            super().setup()
 
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["content-length"]))
@@ -83,10 +93,12 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--size", type=int, default=384, help="height and width of the network's input")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--overlap", action="store_true", help="overlap the stages of different requests")
+    parser.add_argument("--decode_cpus", nargs="+", type=int, default=[], help="CPUs of the connections' threads")
     args = parser.parse_args(argv)
     dtype = getattr(torch, args.dtype)
     model = classifier(args.model, dtype)
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler(model, args.size, dtype, overlap=args.overlap))
+    handles = handler(model, args.size, dtype, overlap=args.overlap, decode_cpus=args.decode_cpus)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handles)
     server.daemon_threads = True
     print(f"serving http://127.0.0.1:{server.server_port} with {torch.get_num_threads()} threads", flush=True)
     server.serve_forever()

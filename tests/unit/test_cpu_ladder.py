@@ -108,15 +108,15 @@ def test_percentiles_by_nearest_rank(percent: float, expected: int):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("overlap", [True, False])
-def test_image_worker_answers_as_the_network(overlap: bool):
-    """Alone and with eight clients at once, stages overlapped or not."""
+@pytest.mark.parametrize(("overlap", "cpus"), [(True, ()), (True, (0,)), (False, ())])
+def test_image_worker_answers_as_the_network(overlap: bool, cpus: tuple[int, ...]):
+    """With eight clients at once, stages overlapped or not, on any CPU or on one."""
     network, photo = classifier("resnet18"), cpu_ladder.photo(48, 64)
     logits_1K = network(image_worker.prepare(photo, 40, torch.float32))
     expected = json.loads(image_worker.answer(logits_1K))
     assert [each["class"] for each in expected] == logits_1K[0].topk(5).indices.tolist()
     answers: list[bytes] = []
-    handler = image_worker.handler(network, 40, torch.float32, overlap=overlap)
+    handler = image_worker.handler(network, 40, torch.float32, overlap=overlap, decode_cpus=cpus)
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()

@@ -22,6 +22,8 @@ namespace {
 constexpr int64_t BLOCK = 16;
 constexpr int VECTORS = int(BLOCK / LANES);
 constexpr int BLOCK_ROWS = LANES == 16 ? 8 : 4;  // rows of x that share the loads of a block
+constexpr int PAIR_ROWS = 6;  // the same of two blocks, which share the loads of x; their sums fill the registers
+constexpr int64_t MANY_ROWS = 24;  // from which two blocks are multiplied at once
 
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__)
 constexpr bool LIFTED = true;  // signed weights get 128 added, which the start of each sum subtracts
@@ -64,35 +66,40 @@ inline Ints add_signed_dot(Ints sums, Bytes w, Bytes x) { return sums + dot(w, x
 inline Ints add_ints(Ints a, Ints b) { return a + b; }
 #endif
 
-// A tile of R rows of x times one block: y[r * BAND + o]. `at` is the first row of x.
+// A tile of R rows of x times B blocks: y[r * BAND + o]. `at` is the first row of x.
 struct Int8Blocks {
     static constexpr int64_t GROUP = X_GROUP;
-    template <int R> static void tile(const Matrix& w, const BlockRows& x, int64_t at, int64_t block, float* y) {
-        const int8_t* p = static_cast<const int8_t*>(w.values) + block * BLOCK * w.inputs;
+    static constexpr bool PAIRS = LANES == 16;
+    template <int R, int B = 1>
+    static void tile(const Matrix& w, const BlockRows& x, int64_t at, int64_t block, float* y) {
+        constexpr int N = B * VECTORS;
+        const int64_t size = BLOCK * w.inputs;  // of a block
+        const int8_t* p = static_cast<const int8_t*>(w.values) + block * size;
         const int8_t* rows = x.bytes + at * x.stride;
-        Floats sums[R][VECTORS];
+        Floats sums[R][N];
         for (int r = 0; r < R; r++)
-            for (int v = 0; v < VECTORS; v++) sums[r][v] = zero();
+            for (int v = 0; v < N; v++) sums[r][v] = zero();
         const auto group = [&](int64_t g, int64_t quads) {
-            Ints dots[R][VECTORS];
+            Ints dots[R][N];
             for (int r = 0; r < R; r++) {
                 const Ints start = broadcast_int(LIFTED ? -128 * x.totals[(at + r) * x.groups + g] : 0);
-                for (int v = 0; v < VECTORS; v++) dots[r][v] = start;
+                for (int v = 0; v < N; v++) dots[r][v] = start;
             }
-            prefetch(p + AHEAD, at == 0 ? quads * VECTORS * UNIT : 0);
+            for (int b = 0; b < B; b++) prefetch(p + b * size + AHEAD, at == 0 ? quads * VECTORS * UNIT : 0);
             for (int64_t k = 0; k < quads; k++) {
-                for (int v = 0; v < VECTORS; v++) {
-                    const Bytes bytes = lift(load_bytes(p + (k * VECTORS + v) * UNIT));
-                    for (int r = 0; r < R; r++) {
-                        const Bytes xs = spread(rows + r * x.stride + g * GROUP + 4 * k);
-                        dots[r][v] = add_signed_dot(dots[r][v], bytes, xs);
-                    }
+                Bytes bytes[N];
+                for (int v = 0; v < N; v++) {
+                    bytes[v] = lift(load_bytes(p + v / VECTORS * size + (k * VECTORS + v % VECTORS) * UNIT));
+                }
+                for (int r = 0; r < R; r++) {
+                    const Bytes xs = spread(rows + r * x.stride + g * GROUP + 4 * k);
+                    for (int v = 0; v < N; v++) dots[r][v] = add_signed_dot(dots[r][v], bytes[v], xs);
                 }
             }
             p += quads * VECTORS * UNIT;
             for (int r = 0; r < R; r++) {
                 const Floats z = broadcast(x.scales[(at + r) * x.groups + g]);
-                for (int v = 0; v < VECTORS; v++) sums[r][v] = fma(to_floats(dots[r][v]), z, sums[r][v]);
+                for (int v = 0; v < N; v++) sums[r][v] = fma(to_floats(dots[r][v]), z, sums[r][v]);
             }
         };
         const int64_t whole = w.inputs / GROUP;
@@ -100,12 +107,13 @@ struct Int8Blocks {
         if (whole < x.groups) group(whole, (w.inputs - whole * GROUP) / 4);
         const float* scales = static_cast<const float*>(w.scales) + block * BLOCK;
         for (int r = 0; r < R; r++)
-            for (int v = 0; v < VECTORS; v++) store(y + r * BAND + v * LANES, multiply(sums[r][v], load(scales + v * LANES)));
+            for (int v = 0; v < N; v++) store(y + r * BAND + v * LANES, multiply(sums[r][v], load(scales + v * LANES)));
     }
 };
 
 template <int G> struct Int4Blocks {
     static constexpr int64_t GROUP = G;
+    static constexpr bool PAIRS = false;  // no faster: scales take as long as loads
     template <int R> static void tile(const Matrix& w, const BlockRows& x, int64_t at, int64_t block, float* y) {
         const uint8_t* p = static_cast<const uint8_t*>(w.values) + block * x.groups * (G / 2) * BLOCK;
         const uint32_t* pairs = static_cast<const uint32_t*>(w.scales) + block * x.groups * BLOCK;
@@ -149,7 +157,17 @@ template <int G> struct Int4Blocks {
 
 // y (rows, BAND) of outputs [part.begin, part.end): whole blocks, at most BAND outputs.
 template <typename P> void block_product(const Matrix& w, const BlockRows& x, Share part, float* y) {
-    for (int64_t o = part.begin; o < part.end; o += BLOCK) {
+    int64_t o = part.begin;
+    if constexpr (P::PAIRS) {
+        for (; x.count >= MANY_ROWS && o + 2 * BLOCK <= part.end; o += 2 * BLOCK) {
+            float* const to = y + (o - part.begin);
+            int64_t t = 0;
+            for (; t + PAIR_ROWS <= x.count; t += PAIR_ROWS) P::template tile<PAIR_ROWS, 2>(w, x, t, o / BLOCK, to + t * BAND);
+            for (; t + 2 <= x.count; t += 2) P::template tile<2, 2>(w, x, t, o / BLOCK, to + t * BAND);
+            if (t < x.count) P::template tile<1, 2>(w, x, t, o / BLOCK, to + t * BAND);
+        }
+    }
+    for (; o < part.end; o += BLOCK) {
         const int64_t block = o / BLOCK;
         float* const to = y + (o - part.begin);
         int64_t t = 0;
