@@ -44,8 +44,8 @@ CLIENTS = 16
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 """Texts of a request, and of a padded batch."""
 SORTED_BATCH = 32
-MAX_TOKENS = 256
-"""Texts are cut there by both."""
+MAX_TOKENS = {"embed": 256, "classify": 512}
+"""Texts are cut there by both: MiniLM's sentence_bert_config.json, and the classifier's context."""
 PATHS = {"embed": "/v1/embeddings", "classify": "/classify"}
 CLASSES = 4
 
@@ -73,7 +73,7 @@ class Peer:
         self.tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
         kind = transformers.BertModel if task == "embed" else transformers.BertForSequenceClassification
         self.model = kind.from_pretrained(folder, dtype=torch.float32).eval()
-        self.embeds = task == "embed"
+        self.embeds, self.max_tokens = task == "embed", MAX_TOKENS[task]
 
     @torch.inference_mode()
     def rows(self, texts: Sequence[str], size: int) -> torch.Tensor:
@@ -81,8 +81,9 @@ class Peer:
         rows = []
         for i in range(0, len(texts), size):
             batch = self.tokenizer(
-                list(texts[i : i + size]), padding=True, truncation=True, max_length=MAX_TOKENS, return_tensors="pt"
-            )
+                list(texts[i : i + size]), padding=True, truncation=True, max_length=self.max_tokens,
+                return_tensors="pt",
+            )  # fmt: skip
             out = self.model(**batch)
             if self.embeds:
                 mask_BT1 = batch["attention_mask"][..., None]
@@ -202,6 +203,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--sizes", nargs="+", type=int, default=list(SIZES), help="texts of a request")
     parser.add_argument("--texts", type=int, default=1024)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--record", default="serve_encoders_cpu", help="name of the record")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the JSON file")
     parser.add_argument("--tiny", action="store_true", help="few texts; writes no record")
     args = parser.parse_args(argv)
@@ -210,7 +212,7 @@ def main(argv: list[str] | None = None) -> None:
         rows += measure(task, args.sizes, 32 if args.tiny else args.texts, 1 if args.tiny else args.rounds)
         if not args.tiny:
             notes = f"{__doc__}\n{neighbours}"
-            report("serve_encoders_cpu", rows, notes, headlines=headlines(rows), folder=args.out)  # kept if stopped
+            report(args.record, rows, notes, headlines=headlines(rows), folder=args.out)  # kept if stopped
 
 
 if __name__ == "__main__":
