@@ -7,7 +7,7 @@
 Both start from the same weights (a parameter's generator is seeded by its name) and see the same samples with the same
 masks. They differ only in ``norm_order`` and the norms that go with it (after the embedding or after the last block).
 The text is the State of the Union speeches. Writes ``results/bert_norm_order_{cpu,gpu}.json`` and a plot of the curves
-beside it. A run stops when its loss or gradient norm is no longer finite, and its row says so.
+next to it. A run stops when its loss or gradient norm is no longer finite, and its row says so.
 """
 
 import argparse
@@ -177,7 +177,7 @@ def main() -> None:
     parser.add_argument("--heads", type=int, default=0, help="0: one for each 64 of the width, as in the paper")
     parser.add_argument("--sequence", type=int, default=512 if gpu else 64, help="tokens in a sample")
     parser.add_argument("--batch", type=int, default=64 if gpu else 8, help="samples in a step")
-    parser.add_argument("--micro-batch", type=int, default=32 if gpu else 8, help="samples at once")
+    parser.add_argument("--micro-batch", type=int, default=32 if gpu else 8, help="samples per forward pass")
     parser.add_argument("--steps", type=int, default=2000 if gpu else 200)
     parser.add_argument("--lr", type=float, default=1e-4 if gpu else 1e-3, help="peak learning rate")
     parser.add_argument("--warmup", type=int, default=100 if gpu else 20, help="steps of linear warm-up")

@@ -18,11 +18,11 @@ memory bandwidth, so their rates differ by up to a third for equal bytes; one at
 Peers have the same weights: transformers reads the files that we write; torchao quantises the layers of transformers'
 model at start, whose embedding, also the output projection, stays in float32; llama.cpp (``--llama_cpp`` names a folder
 with the package llama_cpp) quantises a GGUF file of ours in float16, and reads those that we quantised. A peer that is
-not installed is left out. ``logits_off`` is the largest difference of a peer's logits from ours with the same weights,
+not installed is skipped. ``logits_off`` is the largest difference of a peer's logits from ours with the same weights,
 over the largest logit. Recovery takes one step for each text of 512 tokens, of the first n.
 
-A model is measured as soon as it is compressed, and each result is appended to compress_rows.jsonl at once; a second
-run goes on after those that are there.
+A model is measured as soon as it is compressed, and each result is immediately appended to compress_rows.jsonl; a
+second run continues after those.
 """
 
 import argparse
@@ -108,7 +108,7 @@ class Processes:
 
 
 def child(bench: Bench, part: str, name: str) -> dict[str, Cell]:
-    """One part: make a model, or measure a row."""
+    """One part: create a model, or measure a row."""
     torch.set_num_threads(1)
     if part == "make":
         bench.make(name, (LADDER | OTHERS)[name])
@@ -147,7 +147,7 @@ def apart(places: Sequence[float], least: float) -> list[float]:
 
 
 def draw(rows: Sequence[dict[str, Cell]], path: Path) -> None:
-    """KL against bytes and against speed; the labels stand in a column beside each panel."""
+    """KL against bytes and against speed; the labels are in a column next to each panel."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(14, 6.5), layout="constrained", facecolor="white")
@@ -184,11 +184,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--tokens", type=int, default=131_072, help="calibration tokens")
     parser.add_argument("--windows", type=int, default=8)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="where models are compressed")
-    parser.add_argument("--make_jobs", type=int, default=1, help="processes at once that compress models")
-    parser.add_argument("--jobs", type=int, default=1, help="processes at once that measure")
-    parser.add_argument(
-        "--limit_s", type=float, default=math.inf, help="after so long nothing is started; the rest ends"
-    )
+    parser.add_argument("--make_jobs", type=int, default=1, help="number of processes that compress models")
+    parser.add_argument("--jobs", type=int, default=1, help="number of processes that measure")
+    parser.add_argument("--limit_s", type=float, default=math.inf, help="time after which nothing new is started")
     parser.add_argument("--llama_cpp", type=Path, help="folder that has the package llama_cpp")
     parser.add_argument("--only", nargs="+", help="rows to measure; the record has those of earlier runs too")
     parser.add_argument("--tiny", action="store_true")
@@ -196,7 +194,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--child", nargs=2, metavar=("PART", "NAME"), help=argparse.SUPPRESS)
     parser.add_argument("--work", type=Path, help="folder to keep models in")
     parser.add_argument("--out", type=Path, help="folder of the JSON file")
-    parser.add_argument("--picture", type=Path, help="file of the plot; default: in docs/assets, or beside the results")
+    parser.add_argument(
+        "--picture", type=Path, help="file of the plot; default: in docs/assets, or next to the results"
+    )
     args = parser.parse_args(argv)
     if args.draw:
         draw(json.loads((RESULTS / "compress_cpu.json").read_text("utf-8"))["rows"], args.picture or PICTURE)
@@ -223,7 +223,7 @@ def run(bench: Bench, args: Any, folder: Path) -> None:
     todo = [row for row in ROWS if can_run(row, args.llama_cpp) and (not args.only or row.what in args.only)]
     todo = [row for row in todo if not found.get(row.what, {}).keys() >= PARTS]
     cores, lock = sorted(os.sched_getaffinity(0)), Lock()
-    # Compressing and measuring have cores of their own, if there are enough.
+    # Compressing and measuring have separate cores, if there are enough.
     shares = [cores[i % len(cores)] for i in range(args.make_jobs + args.jobs)]
     options: Any = {"inline": args.tiny, "limit_s": args.limit_s}
     makes = Processes(bench, shares[: args.make_jobs], **options)

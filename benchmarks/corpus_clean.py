@@ -57,7 +57,7 @@ def planted(passages: int, words: int = 250) -> tuple[list[str], list[tuple[int,
 
 
 class _Words:
-    """In the place of spaCy."""
+    """Replaces spaCy."""
 
     def word_tokenize(self, text: str) -> list[str]:
         return re.findall(r"\w+", text)

@@ -5,7 +5,7 @@
 The first size is cleaned with each number of workers, in turns (the median counts), other sizes with the last one.
 Copies of the passages of speeches in which a quarter of the words differ, so that they are no near copies. Give it an
 idle core for each worker: the times are wall times. The row ``independent`` is the machine's own limit: as many
-processes at once, each cleaning a corpus of its own with one worker. Memory is the highest resident set of a process
+processes at once, each cleaning its own corpus with one worker. Memory is the highest resident set of a process
 that datatrove's tasks run in, without the files that it maps.
 """
 

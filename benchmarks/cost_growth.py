@@ -111,7 +111,7 @@ def main(argv: list[str] | None = None) -> None:
     options = parser(__doc__)
     options.add_argument("--worlds", type=int, nargs="+", help="numbers of ranks; 1 2 4, with --tiny 1 2")
     options.add_argument(
-        "--picture", type=Path, help="default: docs/assets/cost_growth.png; with --tiny beside the results"
+        "--picture", type=Path, help="default: docs/assets/cost_growth.png; with --tiny next to the results"
     )
     args = options.parse_args(argv)
     worlds = args.worlds or ([1, 2] if args.tiny else [1, 2, 4])

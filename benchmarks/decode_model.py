@@ -21,8 +21,8 @@ of a step's time is
 
 where one row of the embedding table is read, and of the experts those that are chosen; TB/s count these bytes, and
 ``of_bound`` is their share of the read bandwidth. For Llama models ``transformers``' ``generate`` with a static cache,
-which it compiles by itself, is measured at the first context. The plot shows tokens/s by context for all records, as in
-the Flash-Decoding article.
+which it compiles, is measured at the first context. The plot shows tokens/s by context for all records, as in the
+Flash-Decoding article.
 """
 
 import argparse

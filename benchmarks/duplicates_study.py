@@ -1,10 +1,10 @@
-"""What near copies in a corpus do: the same model trained on a corpus with planted copies, and on it cleaned.
+"""The effect of near duplicates: the same model trained on a corpus with planted copies, and on that corpus cleaned.
 
     python benchmarks/duplicates_study.py [--device cuda] [--steps 500]
 
 Passages of speeches, of which some are repeated with a few edited words until they make 80% of the text. Both runs take
 the same number of steps from the same weights. Reported: the held-out loss, and the loss on the repeated passages,
-which the first run memorises. Writes a plot beside the record.
+which the first run memorises. Writes a plot next to the record.
 """
 
 import argparse
@@ -57,7 +57,7 @@ def train(name: str, corpus: Path, folder: Path, steps: int, device: Device) -> 
 
 
 def nats(model: Any, texts: list[str]) -> float:
-    """Mean loss of a token [nats]."""
+    """Mean loss per token [nats]."""
     scores = [model.score(text, context=128) for text in texts]
     return sum(score.nll for score in scores) / sum(score.tokens for score in scores)
 

@@ -1,8 +1,10 @@
-"""Exported packages: time from a new process's start to its first token, and of a step, beside eager and torch.compile.
+"""Exported packages: time from a new process's start to its first token, and of a step, compared with eager and
+torch.compile.
 
     python benchmarks/export.py                      # SmolLM2-135M-Instruct; compiles for some minutes
     python benchmarks/export.py --random smollm2     # a preset with random weights
     python benchmarks/export.py --pt2e dynamic       # with a package in 8 bits, for which torchao must be installed
+    python benchmarks/export.py --keep FOLDER        # keep the packages; a second call measures those in it
     python benchmarks/export.py --tiny               # a random model of two layers; writes no record
 
 Each row is a new process that reads a prompt of 24 tokens and generates greedily. ``first_token_s`` is from the start
@@ -134,6 +136,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--random", metavar="PRESET", help="a preset with random weights")
     parser.add_argument("--pt2e", choices=("dynamic", "static"), help="measure a package in 8 bits too")
+    parser.add_argument("--keep", type=Path, help="folder of the packages")
     parser.add_argument("--child", choices=WHO)
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--steps", type=int, default=48)
@@ -145,7 +148,7 @@ def main(argv: list[str] | None = None) -> None:
         return
     out, name = folder_of(args.out, toy=args.tiny), "export_cpu"
     with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch)
+        folder = args.keep or Path(scratch)
         if args.tiny or args.random:
             config = TINY if args.tiny else preset(args.random)
             context = DistributedContext.solo(torch.device("cpu"))
@@ -155,18 +158,23 @@ def main(argv: list[str] | None = None) -> None:
             model = api.Model(whole, words(config.vocab_size), context, "random")
         else:
             model = api.load("smollm2", device="cpu", dtype="float32")
-        api.save(model, folder / "model")
-        began = time.perf_counter()
+        if not (folder / "model").exists():
+            api.save(model, folder / "model")
         run_export = functools.partial(
             export, model.transformer, model.tokenizer, context=CONTEXT - PREFILL, prefill=PREFILL
         )
-        run_export(folder / PACKAGES["package"])
         notes = f"{model.config.parameters:,} parameters, float32, {torch.get_num_threads()} threads; "
-        notes += f"exported in {time.perf_counter() - began:.0f} s; prompt of {PROMPT} tokens, padded to {PREFILL}"
+        notes += f"prompt of {PROMPT} tokens, padded to {PREFILL}"
+        kinds = {"package": {}}
         if args.pt2e:
             texts = calibration_texts("sotu", model.tokenizer, STATIC_TOKENS) if args.pt2e == "static" else []
-            run_export(folder / PACKAGES["8 bits"], pt2e=args.pt2e, texts=texts)
+            kinds["8 bits"] = {"pt2e": args.pt2e, "texts": texts}
             notes += f"; in 8 bits with {args.pt2e} scales of inputs"
+        for kind, options in kinds.items():
+            if not (folder / PACKAGES[kind]).exists():
+                began = time.perf_counter()
+                run_export(folder / PACKAGES[kind], **options)
+                notes += f"; {kind} exported in {time.perf_counter() - began:.0f} s"
         del model
         steps, rounds = (4, 1) if args.tiny else (args.steps, args.rounds)
         started("torch.compile", folder, steps)  # fills Inductor's cache

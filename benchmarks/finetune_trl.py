@@ -1,15 +1,17 @@
-"""Fine-tuning against TRL in the same run: SFT in tokens/s, GRPO in seconds a step, the engine's refresh and ``exact``.
+"""Fine-tuning against TRL in the same run: SFT in tokens/s, GRPO in seconds per step, the engine's refresh and
+``exact``.
 
     python benchmarks/finetune_trl.py --device cpu          # a Llama of 6 layers and width 384, float32
     python benchmarks/finetune_trl.py --device cuda         # of 16 layers and width 2048, bfloat16
 
 Both sides read one random model from the same Hugging Face folder, train all weights with AdamW, and see the same rows.
 SFT: completions of 20 to 200 tokens, 8 in a batch; TRL pads them, ours are packed; "lora" is the same with adapters of
-rank 16 at all matrices of the blocks, TRL's by PEFT. GRPO: 4 prompts with 8 answers of 64 tokens each, on a GPU also of
-256, rewarded by length; TRL samples with transformers' generate. A step's time is the median over the later steps, with
-everything that a step does; ``exact_s`` is that with ``--tune.exact``. Tokens of the padding do not count. Nothing is
-compiled, but for ``compiled_s`` of SFT on a GPU, the default there, which pads batches to one shape. Each side has a
-process of its own: ours with the OpenMP settings of the command line, TRL's with the defaults and as many threads.
+rank 16 at all matrices of the blocks, TRL's by PEFT. GRPO: 4 prompts with 8 completions of 64 tokens each, on a GPU
+also of 256, rewarded by length; TRL samples with transformers' generate. A step's time is the median over the later
+steps, with everything that a step does; ``exact_s`` is that with ``--tune.exact``. Tokens of the padding do not count.
+Nothing is compiled, except for ``compiled_s`` of SFT on a GPU, the default there, which pads batches to one shape. Each
+side has its own process: ours with the OpenMP settings of the command line, TRL's with the defaults and as many
+threads.
 """
 
 import argparse
@@ -176,7 +178,7 @@ def theirs(
 
 
 class Side:
-    """A process of its own for one side; it starts with the environment of this one."""
+    """A separate process for one side; it starts with the environment of this one."""
 
     def __init__(self) -> None:
         self._pool = ProcessPoolExecutor(1, mp_context=get_context("spawn"))

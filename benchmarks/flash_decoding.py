@@ -117,7 +117,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--pinned", type=int, default=0, help="cells of a sweep that fixed tiles run too")
     parser.add_argument("--seconds", type=float, default=3600, help="time after which a sweep starts no further cell")
     parser.add_argument("--resume", action="store_true", help="keep the cells that an earlier sweep's record has")
-    parser.add_argument("--again", nargs="+", type=int, default=[], help="with --resume, cells to measure anew")
+    parser.add_argument("--again", nargs="+", type=int, default=[], help="with --resume, cells to measure again")
     parser.add_argument("--most-gb", type=float, default=20, help="largest cache of a random cell")
     parser.add_argument("--widths", type=int, nargs="+", default=[64, 128, 256], help="head widths to tune for")
     parser.add_argument("--tiles", type=Path, default=Path(decode_tiles.__file__).with_name("decode_tiles.json"))
@@ -126,7 +126,7 @@ def main(argv: list[str] | None = None) -> None:
         "--fixed-cuts", type=int, help="add the batch-invariant mode to the table, with this many keys per split"
     )
     parser.add_argument(
-        "--picture", type=Path, help="default: docs/assets/flash_decoding.png; with --tiny beside the results"
+        "--picture", type=Path, help="default: docs/assets/flash_decoding.png; with --tiny next to the results"
     )
     parser.add_argument(
         "--out", type=Path, help="folder of the results; default benchmarks/results, with --tiny a temporary one"
@@ -143,7 +143,7 @@ def main(argv: list[str] | None = None) -> None:
         parser.error(f"--flex and --fixed-cuts add rows to the table, which {other} does not measure")
     tunes = other in ("--tune", "--tune-eight")
     if args.tiny and tunes:
-        parser.error(f"{other} measures a GPU's kernels for good, and has no toy size; leave --tiny out")
+        parser.error(f"{other} measures a GPU's kernels for good, and has no toy size; remove --tiny")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu" and not (args.tiny or args.draw):
         why = "flash_decoding.py needs a GPU, and this machine has none; --tiny shows that it runs"

@@ -35,7 +35,7 @@ SHAPES = {"7b": (32, 4096, 11008, 32, 32000), "toy": (2, 64, 172, 2, 512)}
 
 
 def write_base(folder: Path, size: str) -> None:
-    """A Llama of random weights, one file a layer, and a tokenizer of words."""
+    """A Llama with random weights, one file per layer, and a word tokenizer."""
     layers, width, ffn, heads, vocabulary = SHAPES[size]
     torch.manual_seed(0)
     noise = (torch.randn(vocabulary * width + (1 << 20)) * 0.02).bfloat16()
@@ -108,7 +108,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     parser.add_argument("--toy", action="store_true")
-    parser.add_argument("--model", type=Path, help="folder of the base, which is written there if it is not there")
+    parser.add_argument("--model", type=Path, help="folder of the base, which is created if it does not exist")
     parser.add_argument("--write", action="store_true", help="write the base only")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--out", type=Path, help="folder of the JSON file")

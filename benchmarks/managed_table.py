@@ -4,7 +4,7 @@
     python benchmarks/managed_table.py --device cuda
 
 Hits: 200,000 ids by Zipf's law (exponent 1.1) on 20,032 rows, after 50 batches of 20,000; the best possible are those
-of the most frequent ids; TorchRec's managed collisions beside, where it is installed. Speed: look-ups of ids that
+of the most frequent ids; Compared with TorchRec's managed collisions, if it is installed. Speed: look-ups of ids that
 mostly have rows, one process. Prefetch: a table in host memory (on a GPU 8.6 GB, of which it holds the rows of two
 batches), samples of 16 ids by Zipf's law (1.0) whose rows are the input of three layers, bfloat16 on a GPU; seconds of
 a step without host work (rows stay on the device), with look-ups, reads and write-backs but no prefetch, and with

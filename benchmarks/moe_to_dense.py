@@ -1,6 +1,6 @@
 """How much of a mixture's gain a dense model of equal arithmetic keeps (Switch, arXiv 2101.03961, section 4.2: 30%).
 
-    python benchmarks/moe_to_dense.py           # on a CPU, two seeds at a time on a thread each: 10 minutes
+    python benchmarks/moe_to_dense.py           # on a CPU, two models at a time on a thread each: 14 minutes
     python benchmarks/moe_to_dense.py --tiny    # a few steps; writes no record
 
     kept = (dense − student) / (dense − mixture)        held-out cross-entropies, nats a token
@@ -11,10 +11,13 @@ of 576 and 5 million tokens the mixture was no better than the dense model (docs
 All train on the State of the Union speeches (``--text``: a file of their text instead), less than once, with the same
 steps, batches and learning rates, from the same seed, and are measured on the last windows of the text:
 
-    dense               from random weights, cross-entropy
-    student             :func:`colonnade.tune.to_dense`, then the defaults of ``[distill]``: half cross-entropy, half KL
-    Switch's way        the mixture's weights but random feed-forward layers; .75 of cross-entropy, .25 of KL
-    side by side, CE    to_dense, then cross-entropy alone: what the initial weights give without a teacher
+    dense                  from random weights, cross-entropy
+    student                :func:`colonnade.tune.to_dense`, and the defaults of ``[distill]``: half cross-entropy, half
+                           KL
+    side by side, KL       the same start, KL alone
+    side by side, CE       the same start, cross-entropy alone: what the initial weights give without a teacher
+    random, half           the mixture's weights but random feed-forward layers; half cross-entropy, half KL
+    Switch's way           the same start; .75 of cross-entropy, .25 of KL
 
 The students see the tokens that the mixture has learned from a second time, so they have had more training than the
 dense model. Each model is measured ``--measured`` times in training, and the least held-out value counts.
@@ -24,7 +27,6 @@ import argparse
 import math
 import statistics
 import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -37,14 +39,20 @@ from colonnade.model import Loss, Rows, Transformer, initialise
 from colonnade.model.distill_loss import Distillation, DistillLoss, TeacherStates
 from colonnade.tune import score_experts, to_dense
 from colonnade.tune.to_dense import dense_config
-from expert_compression import Text, copied, inputs, read
+from expert_compression import Text, inputs, read
 from harness.report import Cell, Headline, folder_of, report
 from harness.rows import line
 from harness.torch_training import update
 
-DEFAULTS = DistillLoss(DistillConfig().loss, DistillConfig().mix)
-SWITCH = DistillLoss("kl", mix=0.75)
 SWITCH_ROW = "Switch's way"
+STUDENTS: dict[str, tuple[str, DistillLoss | None]] = {
+    "student": ("side by side", DistillLoss(DistillConfig().loss, DistillConfig().mix)),
+    "side by side, KL": ("side by side", DistillLoss("kl", mix=0)),
+    "side by side, CE": ("side by side", None),
+    "random, half": ("random", DistillLoss("kl", mix=0.5)),
+    SWITCH_ROW: ("random", DistillLoss("kl", mix=0.75)),
+}
+"""Each student's feed-forward layers at the start, and its loss; None: cross-entropy."""
 WINDOW, CALIBRATION, RATE = 128, 512, 4e-3
 SHAPE = ModelConfig(
     family="mixtral", vocab_size=512, layers=2, width=48, heads=2, kv_heads=2, head_width=24, ffn_width=32,
@@ -69,7 +77,7 @@ class Training:
         self.text, self.seed, self.steps, self.batch = text, seed, steps, batch
         self.every = max(1, steps // measured)
 
-    def best(self, model: Transformer, teacher: Transformer | None = None, how: DistillLoss = DEFAULTS) -> float:
+    def best(self, model: Transformer, teacher: Transformer | None = None, how: DistillLoss | None = None) -> float:
         """The least held-out nats; ``model`` has the weights of then afterwards."""
         model.requires_grad_(True)
         optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.1)
@@ -89,11 +97,13 @@ class Training:
         model.requires_grad_(False)
         return least
 
-    def _loss(self, model: Transformer, windows: Tensor, teacher: Transformer | None, how: DistillLoss) -> Tensor:
+    def _loss(
+        self, model: Transformer, windows: Tensor, teacher: Transformer | None, how: DistillLoss | None
+    ) -> Tensor:
         targets = windows[:, 1:].flatten()
         # Losses of routers are sums over tokens, and this one is a mean.
         stream, attend = inputs(windows[:, :-1], weight=1 / len(targets))
-        if teacher is None:
+        if teacher is None or how is None:
             total, count = model(stream, attend, Loss(targets))
         else:
             with torch.no_grad():
@@ -113,41 +123,53 @@ def switch_start(mixture: Transformer, seed: int) -> Transformer:
     return new
 
 
-def rows_of(seed: int, args: argparse.Namespace) -> list[dict[str, Cell]]:
+Trained = tuple[dict[str, Cell], dict[str, Tensor]]
+"""A model's row and its weights."""
+
+
+def trained(job: tuple[int, str, dict[str, Tensor]], args: argparse.Namespace) -> Trained:
+    """Train one model of a seed; a student is given the mixture's weights."""
+    (seed, what, weights), began = job, time.process_time()
     torch.set_num_threads(1)
     shape = TINY if args.tiny else SHAPE
+    moe = shape.moe
+    assert moe is not None
     text = read(args.text, shape.vocab_size, torch.device("cpu"), tiny=args.tiny, window=WINDOW)
     training = Training(text, seed, args.steps, args.batch, args.measured)
     mixture = initialise(Transformer(shape), seed)
-    rows: list[dict[str, Cell]] = []
-    nats: dict[str, float] = {}
+    if what == "mixture":
+        model, teaching = mixture, None
+    elif what == "dense":
+        model, teaching = initialise(Transformer(dense_config(shape, moe.active)), seed), None
+    else:
+        mixture.load_state_dict(weights)
+        start, teaching = STUDENTS[what]
+        texts = list(text.train[:: max(1, len(text.train) // CALIBRATION), :-1])
+        beside = start == "side by side"
+        model = to_dense(mixture, score_experts(mixture, texts)) if beside else switch_start(mixture, seed)
+    first = held_out_nats(model, text)
+    nats = training.best(model, mixture.requires_grad_(False) if teaching else None, teaching)
+    row: dict[str, Cell] = {
+        "what": what, "seed": seed, "start_nats": round(first, 3), "nats": round(nats, 4),
+        "cpu_seconds": round(time.process_time() - began, 1),
+    }  # fmt: skip
+    print(line(row), flush=True)
+    return row, model.state_dict()
 
-    def add(what: str, make: Callable[[], Transformer], *teaching: Transformer | DistillLoss) -> None:
-        began = time.process_time()
-        model = make()
-        start = held_out_nats(model, text)
-        nats[what] = training.best(model, *teaching)  # type: ignore[arg-type] - a teacher and its loss, or neither
-        gain = nats["dense"] - nats["mixture"] if "dense" in nats else math.nan
-        kept = (nats["dense"] - nats[what]) / gain if teaching or what.endswith("CE") else None
-        rows.append(
-            {
-                "what": what, "seed": seed, "start_nats": round(start, 3), "nats": round(nats[what], 4),
-                "kept_percent": None if kept is None else round(100 * kept, 1),
-                "cpu_seconds": round(time.process_time() - began, 1),
-            }
-        )  # fmt: skip
-        print(line(rows[-1]), flush=True)
 
-    add("mixture", lambda: mixture)
-    moe = shape.moe
-    assert moe is not None
-    texts = list(text.train[:: max(1, len(text.train) // CALIBRATION), :-1])
-    beside = to_dense(mixture, score_experts(mixture, texts))
-    add("dense", lambda: initialise(Transformer(dense_config(shape, moe.active)), seed))
-    add("student", lambda: copied(beside), mixture, DEFAULTS)
-    add(SWITCH_ROW, lambda: switch_start(mixture, seed), mixture, SWITCH)
-    add("side by side, CE", lambda: copied(beside))
-    return rows
+def all_rows(args: argparse.Namespace) -> list[dict[str, Cell]]:
+    """Mixtures and dense models of all seeds, then their students, ``--jobs`` at a time."""
+    with multiprocessing.get_context("spawn").Pool(args.jobs) as pool:
+        train = partial(trained, args=args)
+        bases = pool.map(train, [(seed, what, {}) for seed in args.seeds for what in ("mixture", "dense")], 1)
+        known = {(row["what"], row["seed"]): (float(row["nats"] or 0), weights) for row, weights in bases}
+        jobs = [(seed, what, known["mixture", seed][1]) for seed in args.seeds for what in STUDENTS]
+        students = [row for row, _ in pool.map(train, jobs, 1)]
+    for row in students:
+        dense = known["dense", row["seed"]][0]
+        gain = dense - known["mixture", row["seed"]][0]
+        row["kept_percent"] = round(100 * (dense - float(row["nats"] or 0)) / (gain or math.inf), 1)
+    return [row for row, _ in bases] + students
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -158,22 +180,17 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=1200)
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--measured", type=int, default=6, help="times in training")
-    parser.add_argument("--jobs", type=int, default=2, help="seeds at a time")
+    parser.add_argument("--jobs", type=int, default=2, help="models at a time")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args(argv)
     if args.tiny:
         args.steps, args.batch, args.seeds = 4, 2, args.seeds[:2]
-    with multiprocessing.get_context("spawn").Pool(args.jobs) as pool:
-        rows = [row for each in pool.imap(partial(rows_of, args=args), args.seeds) for row in each]
-    shape = TINY if args.tiny else SHAPE
-    kept = {
-        what: [float(row["kept_percent"] or 0) for row in rows if row["what"] == what]
-        for what in ("student", SWITCH_ROW)
-    }
+    rows, shape = all_rows(args), TINY if args.tiny else SHAPE
+    kept = {what: [float(row["kept_percent"] or 0) for row in rows if row["what"] == what] for what in STUDENTS}
     notes = (
         f"{shape.size}; {args.steps} steps of {args.batch} × {WINDOW} tokens for each model; "
         f"nats: the best of {args.measured} held-out measurements in training; kept_percent over "
-        f"{len(args.seeds)} seeds: student {spread(kept['student'])}, Switch's way {spread(kept[SWITCH_ROW])}"
+        f"{len(args.seeds)} seeds: {'; '.join(f'{what} {spread(values)}' for what, values in kept.items())}"
     )
     head = Headline(
         "Share of the mixture's gain that a dense student keeps", round(statistics.mean(kept["student"]), 1), "%",

@@ -97,7 +97,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=300, help="steps of each run")
     parser.add_argument("--batch", type=int, default=32, help="sequences in a step")
-    parser.add_argument("--micro_batch", type=int, default=16, help="sequences at once")
+    parser.add_argument("--micro_batch", type=int, default=16, help="sequences per forward pass")
     parser.add_argument("--lr", type=float, default=3e-4, help="peak learning rate")
     every = list(PRECISIONS)
     parser.add_argument(

@@ -1,4 +1,4 @@
-"""Replicas on cores of their own against one engine: tokens/s and prefix hits, over HTTP.
+"""Replicas on separate cores against one engine: tokens/s and prefix hits, over HTTP.
 
     python benchmarks/replicas.py                # SmolLM2-135M, 2 replicas
     python benchmarks/replicas.py --tiny         # a smoke test: few requests

@@ -1,6 +1,6 @@
-"""Time of sampling one token for each of R rows of logits on a GPU, beside sorting the vocabulary.
+"""Time of sampling one token for each of R rows of logits on a GPU, compared with sorting the vocabulary.
 
-    python benchmarks/sampling.py             # 151,936 bfloat16 logits a row
+    python benchmarks/sampling.py             # 151,936 bfloat16 logits per row
     python benchmarks/sampling.py --tiny      # few logits on a CPU, where both sides sort: a smoke test
 
 ``ours`` is the engine's sampler, with the upload of its arguments; the peer sorts whole rows in torch

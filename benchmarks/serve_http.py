@@ -7,7 +7,7 @@
 
 ``colonnade serve`` serves a model of one narrow layer, which generates faster than any real one, with chats streamed
 over keep-alive connections. Nothing is replaced: the CPU time of the HTTP processes (with fronts that of the process
-which supervises them too) is read from the kernel, and the engine and the clients are processes of their own.
+which supervises them too) is read from the kernel, and the engine and the clients are separate processes.
 ``tokens_per_s`` depends on how many cores they share, and on the engine: it shows what fronts gain only where one HTTP
 process is the bottleneck.
 """

@@ -1,12 +1,12 @@
-"""Tokens per second over HTTP beside the same engine without HTTP, with the same requests.
+"""Tokens per second over HTTP compared with the same engine without HTTP, with the same requests.
 
     python benchmarks/serve_throughput.py                # one GPU: 256 streams, a Qwen3-0.6B with random weights
     python benchmarks/serve_throughput.py --tiny         # a few short streams on a CPU: a smoke test
 
 The requests are those of ``engine.py``: prompts and answers of 100 to 1024 tokens, greedy, end tokens ignored, all sent
-at once. In process, :meth:`Engine.generate` runs them. Over HTTP, ``colonnade serve`` streams every answer to a client
-of its own, in processes of their own; each token is an event, and a stream counts from before its request is sent until
-its ``[DONE]``.
+at once. In process, :meth:`Engine.generate` runs them. Over HTTP, ``colonnade serve`` streams every response to a
+separate client, in separate processes; each token is an event, and a stream counts from before its request is sent
+until its ``[DONE]``.
 """
 
 import argparse

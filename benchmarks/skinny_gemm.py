@@ -221,7 +221,7 @@ def to_measure(
 
 
 def tune(path: Path, cells: Sequence[Product], *, units: bool) -> None:
-    """Measure all cells and write the table; float8 has int8's sizes, which it shares but for its conversion.
+    """Measure all cells and write the table; float8 has int8's sizes, which it shares except for its conversion.
 
     With ``units`` the candidates are tensor-core tiles and the table's own; rows of other cells are kept.
     """

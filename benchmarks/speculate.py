@@ -1,4 +1,4 @@
-"""Speculative decoding beside plain decoding: by prompt look-up, and by draft models, useful and useless.
+"""Speculative decoding compared with plain decoding: by prompt look-up, and by draft models, useful and useless.
 
     python benchmarks/speculate.py              # SmolLM2-135M on a CPU, or on a GPU a Qwen3-0.6B with random weights
     python benchmarks/speculate.py --tiny       # few tokens: a smoke test
@@ -7,7 +7,7 @@ Prompt look-up (ngram) has text that repeats, and text that does not. Repeating:
 that its prompt has twice; on a GPU greedy decoding of random weights, which ends in a loop. Other: sampled text at
 temperature 1. The draft models have sampled text too:
 
-    truncated   the target is the model; its first third of layers, untrained as a model of their own, drafts. Few
+    truncated   the target is the model; its first third of layers, untrained as a separate model, drafts. Few
                 drafts are right: the cost of noticing that
     agrees      the target is the model with twice as many layers more, whose outputs are zero; the model itself drafts.
                 Every draft is right: the most that a draft of a third of the cost can save, not what a real pair does
@@ -89,7 +89,7 @@ class Case:
 
 
 def cases(model: Transformer, tokenizer: Tokenizer, limits: ServeConfig) -> Iterator[Case]:
-    """One after another, since each has models of its own."""
+    """One after another, since each has its own models."""
     layers, plain = model.config.layers, Engine(model, tokenizer, limits)
     yield Case("ngram", ("repeating", "other"), plain, Engine(model, tokenizer, limits.replace(draft="ngram")))
     small = with_layers(model, layers // 3)

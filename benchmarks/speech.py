@@ -1,4 +1,4 @@
-"""A small streaming recogniser from nothing: word errors by noise, delay of words, speed, times of words.
+"""A small streaming recogniser from scratch: word errors by noise, delay of words, speed, times of words.
 
     python benchmarks/speech.py                      # minutes: speaks sentences, trains speech-tiny-av, measures
     python benchmarks/speech.py --run runs/speech    # keeps the run there, and continues it
@@ -8,8 +8,8 @@
 
 Sentences and voices of the test are not in training. Noise is babble of 8 to 20 voices of the test set. **Mouths are
 drawn from phoneme times**: they tell more than lips do, so results with them prove fusion, synchrony and streaming, not
-the gain of real lips. Writes ``results/speech_cpu.json``, of a GPU ``speech_gpu.json``. ``cores`` of a row is how many
-cores this process could use.
+the gain of real lips. Writes ``results/speech_cpu.json``, or on a GPU ``speech_gpu.json``. ``cores`` of a row is how
+many cores this process could use.
 
 The delay of a word is when its last letter has appeared, computing included, minus its end in the sound, for sentences
 that are right; sound arrives in parts of 40 ms. RTF is computing time over the sound's length, of one stream. Computing
@@ -222,13 +222,13 @@ def draw(path: Path, rows: Sequence[dict[str, Cell]], title: str) -> None:
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", type=Path, help="folder of the run and its data; by default a temporary one")
-    parser.add_argument("--checkpoint", type=Path, help="measure this recogniser, and train none")
+    parser.add_argument("--checkpoint", type=Path, help="measure this recogniser instead of training one")
     parser.add_argument("--train", type=int, default=4000, help="sentences to train on")
     parser.add_argument("--test", type=int, default=200, help="sentences to test on")
     parser.add_argument("--steps", type=int, default=FitSettings().steps)
     parser.add_argument("--batch", type=int, default=FitSettings().batch)
     parser.add_argument("--device", default="cpu", help="cuda trains and measures there")
-    parser.add_argument("--threads", type=int, default=1, help="of the model; another one prepares the batches")
+    parser.add_argument("--threads", type=int, default=1, help="threads of the model; another one prepares the batches")
     parser.add_argument("--out", type=Path, help="folder of the JSON file")
     parser.add_argument("--picture", type=Path, default=PICTURE, help="file of the plot")
     parser.add_argument("--draw", action="store_true", help="only draw the plot, from the record")

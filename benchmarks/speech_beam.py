@@ -1,4 +1,4 @@
-"""Beam search beside greedy search in streams: word errors, delay of words, speed.
+"""Beam search compared with greedy search in streams: word errors, delay of words, speed.
 
     python benchmarks/speech_beam.py --run runs/delay --checkpoint runs/delay/step-1600
 

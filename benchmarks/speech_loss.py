@@ -1,4 +1,4 @@
-"""The transducer loss beside others: time and memory of forward and backward, joint network included.
+"""The transducer loss compared with others: time and memory of forward and backward, joint network included.
 
     python benchmarks/speech_loss.py                   # needs a CUDA GPU and torchaudio with rnnt_loss, the peer there
     python benchmarks/speech_loss.py --device cpu      # beside a loss that keeps all logits, one thread
@@ -9,7 +9,7 @@ network, in float32. torchaudio's loss takes the logits of every cell; ours comp
 backward pass, on tensor cores: float32 as three bfloat16 parts for losses, as two for gradients. ``products`` is what
 torch may do in torchaudio's GEMMs: float32, or tf32 (``torch.set_float32_matmul_precision("high")``); ours are the same
 in both. Medians of turns; memory is the peak over what was there before. ``*_loss_error`` is the largest error of a
-loss, ``*_gradient_error`` that of the gradients by norm, relative, beside this project's reference in float64.
+loss, ``*_gradient_error`` that of the gradients by norm, relative, compared with this project's reference in float64.
 
 On a CPU the peer is torch's: one product for the logits of all cells, log_softmax, and this project's recursions over
 the lattice; torchaudio's library has no loss there without CUDA. Times are CPU times, the least of all turns too.
@@ -150,7 +150,7 @@ def _errors(
     frames: list[int],
     labels: list[list[int]],
 ) -> dict[str, tuple[float, float]]:
-    """(largest error of a loss, largest relative error of a gradient) of each, beside float64."""
+    """(largest error of a loss, largest relative error of a gradient) of each, compared with float64."""
     exact_joint = copy.deepcopy(joint).double()
     e, p = (x.detach().double().requires_grad_() for x in inputs[:2])
     exact = exact_joint.loss(e, p, frames, labels)

@@ -1,4 +1,4 @@
-"""Whisper tiny.en beside faster-whisper and pocketsphinx on human prompts: word errors and time.
+"""Whisper tiny.en compared with faster-whisper and pocketsphinx on human prompts: word errors and time.
 
     apt-get download asterisk-core-sounds-en asterisk-core-sounds-en-g722    # CC-BY-SA; texts, and recordings
     for each: dpkg -x FILE.deb prompts
@@ -9,7 +9,7 @@ The prompts are of one voice, without noise, as a telephone exchange plays them.
 by a seed. Texts are compared without case and punctuation; digits are spelled. All see the same samples, one prompt
 after another, the recognisers in turns, one thread each; time is CPU time. Whisper is greedy (temperature 0, one beam)
 in both, pocketsphinx has its own English model and no grammar. The small streaming recognisers of this project are not
-in the table: they know 51 words.
+in the table: their vocabulary is 51 words.
 """
 
 import argparse

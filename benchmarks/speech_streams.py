@@ -1,4 +1,5 @@
-"""Live streams of sound and pictures on a CPU: real-time factor, streams a core, an encoder's step beside torchaudio's.
+"""Live streams of sound and pictures on a CPU: real-time factor, streams per core, an encoder's step compared with
+torchaudio's.
 
     python benchmarks/speech_streams.py            # minutes; take two idle cores: taskset -c 0,1
     python benchmarks/speech_streams.py --tiny     # a smoke test
@@ -180,7 +181,7 @@ def crowd(model: SpeechModel, preset: str, streams: int, seconds: float) -> dict
 
 
 def encoder_steps(model: SpeechModel, preset: str, streams: int, rounds: int) -> dict[str, Cell]:
-    """A segment of every stream through the encoder: CPU-milliseconds, beside torchaudio's."""
+    """A segment of every stream through the encoder: CPU-milliseconds, compared with torchaudio's."""
     torch.set_num_threads(1)
     config = model.config
     pool = StreamPool(model.encoder, model.sizes, streams)

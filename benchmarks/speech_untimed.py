@@ -32,7 +32,7 @@ TOLERANCE_S = 0.06
 
 
 def bounds(model: SpeechModel, corpus: Corpus, snr: float | None, untimed: bool, frames: bool) -> list[float]:
-    """Errors of starts and ends [s]; ``frames``: by one label a frame."""
+    """Errors of starts and ends [s]; ``frames``: by one label per frame."""
     errors: list[float] = []
     for i, one in enumerate(corpus.recordings):
         if not one.words or one.speaker.startswith(UNTIMED) != untimed:

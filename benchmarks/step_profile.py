@@ -66,7 +66,7 @@ def ran(path: Path, gpu: bool) -> list[Kernel]:
 
 
 def layers_in(names: Sequence[str], layers: int, steps: int) -> tuple[int, list[int]]:
-    """(number of kernels per layer, start of every layer): the shortest sequence repeating ``layers`` times a step.
+    """(number of kernels per layer, start of every layer): the shortest sequence repeating ``layers`` times per step.
 
     The first layer may be missing, since it may contain work for all layers. Raises ValueError if nothing repeats.
     """

@@ -148,7 +148,7 @@ def script(record: dict[str, Any]) -> str:
 def new_paragraphs(notes: str, shown: set[str]) -> list[str]:
     """The paragraphs of a record's notes that are not in ``shown`` (those of earlier records of the same script).
 
-    They are added to ``shown``. Command lines are left out, since each section names its own.
+    They are added to ``shown``. Command lines are omitted, since each section names its own.
     """
     # Concatenated notes continue on a line that begins with one space.
     found = [part.strip("\n ") for part in re.split(r"\n\n|\n (?! )", notes) if not part.startswith("    ")]

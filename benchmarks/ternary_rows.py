@@ -1,12 +1,12 @@
 """Ternary weights times a few rows on a GPU, against int4 and bfloat16 in the same run.
 
     python benchmarks/ternary_rows.py                # matrices, and the experts of one token in Mixtral-8x7B
-    python benchmarks/ternary_rows.py --tune         # all candidate tiles; writes no record
+    python benchmarks/ternary_rows.py --tune         # all candidate warps and tiles; writes no record
     python benchmarks/ternary_rows.py --tiny         # on a CPU, the references: writes no record
 
 A CUDA graph of several calls is timed, each call on another copy of the weights, so that none finds them in the level-2
-cache; the time is per call. Weights are random words: all places are alike, as GPTQ leaves them. bfloat16 experts are
-two gathered matrices as products of their own, without a kernel that routes.
+cache; the time is per call. Weights are random words: all places are equally likely, as after GPTQ. bfloat16 experts
+are two gathered matrices as separate products, without a kernel that routes.
 """
 
 import argparse
@@ -82,7 +82,7 @@ def multiply(x: Tensor, weight: Quantised | Tensor) -> Tensor:
 
 
 def experts(device: str, *, tiny: bool, tokens: tuple[int, ...]) -> list[dict[str, Cell]]:
-    """A layer of experts, 2 a token; each call has other weights, and the first experts."""
+    """A layer of experts, 2 per token; each call has other weights, and the first experts."""
     (E, hidden, width), active = TINY_LAYER if tiny else LAYER, 2
     found: list[dict[str, Cell]] = []
     for kind in KINDS[1:]:
@@ -130,12 +130,16 @@ def _row(name: str, rows: int, kind: str, s: float, size: int) -> dict[str, Cell
 
 
 def tune() -> None:
-    from colonnade.kernels.linear import triton_ternary
+    from colonnade.kernels.linear import cuda_ternary, triton_ternary
 
-    for name, (outputs, inputs) in SHAPES.items():
-        each = copies(random_ternary(outputs, inputs, 18, "cuda"), 64)
-        x = torch.randn(1, inputs, device="cuda", dtype=torch.bfloat16)
-        tried = []
+    made = {name: copies(random_ternary(*shape, 18, "cuda"), 64) for name, shape in SHAPES.items()}
+    rows = {name: torch.randn(1, shape[1], device="cuda", dtype=torch.bfloat16) for name, shape in SHAPES.items()}
+    for (name, each), warps in itertools.product(made.items(), (8, 12, 16, 20, 32)):
+        x, y = rows[name], rows[name].new_empty(1, each[0].outputs)
+        s = replayed(lambda i: cuda_ternary.launch(x, each[i], y, warps=warps), len(each), "cuda", rounds=5)  # noqa: B023
+        print(f"{name} 18: {1e6 * s:.2f} us in CUDA C++, {warps} warps", flush=True)
+    for name, each in made.items():
+        x, tried = rows[name], []
         for two, splits, unroll in itertools.product((False, True), (4, 8, 16), (1, 2)):
             tiles = triton_ternary.Tiles(triton_ternary.BN, splits, unroll, splits, two)
             s = replayed(lambda i: triton_ternary.linear(x, each[i], tiles), len(each), "cuda", rounds=5)  # noqa: B023

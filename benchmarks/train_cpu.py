@@ -38,7 +38,7 @@ TRAIN = TrainConfig(lr=3e-4, warmup=0, schedule="constant", clip=1.0)
 
 
 def batch(number: int, samples: int, sequence: int) -> Batch:
-    """Random tokens; the last target of each sample is left out, as in transformers' shift."""
+    """Random tokens; the last target of each sample is omitted, as in transformers' shift."""
     generator = torch.Generator().manual_seed(number)
     tokens_BS = torch.randint(CONFIG.vocab_size, (samples, sequence), generator=generator)
     targets_BS = torch.cat((tokens_BS[:, 1:], torch.full((samples, 1), IGNORE)), dim=1)

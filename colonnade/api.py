@@ -112,7 +112,7 @@ class Model:
         and for ids outside the vocabulary; also for an encoder without a language-model head.
         """
         if not (self.config.causal or self.config.predicts_masked):
-            raise RequestError(f"{self.source} is an encoder that predicts no tokens; use hidden(tokens)")
+            raise RequestError(f"{self.source} is an encoder and does not predict tokens; use hidden(tokens)")
         return self._forward(tokens, None, Rows())
 
     @torch.no_grad()
@@ -139,10 +139,10 @@ class Model:
         tokens_T = torch.tensor(token_ids(tokens, config.vocab_size, "tokens", allowed), device=device)
         T = len(tokens_T)
         if config.positions == "learned" and config.context < T:
-            raise RequestError(f"{T} tokens are more than the context of {config.context}; give fewer")
+            raise RequestError(f"{T} tokens are more than the context of {config.context}; pass fewer")
         segments_T = None if segments is None else torch.as_tensor(segments, dtype=torch.int64, device=device)
         if segments_T is not None and segments_T.shape != tokens_T.shape:
-            raise RequestError(f"{plural(segments_T.numel(), 'segment')} for {plural(T, 'token')}; give one for each")
+            raise RequestError(f"{plural(segments_T.numel(), 'segment')} for {plural(T, 'token')}; pass one per token")
         stream = Stream(tokens_T, torch.arange(T, device=device), segments_T)
         return self.transformer(stream, Packed.of([T], device, causal=config.causal), head)
 
@@ -176,7 +176,7 @@ class Model:
     def stream(self, prompt: Any, **params: Any) -> Iterator[str] | Iterator[int]:
         """The continuation piece by piece: text for a text or a conversation's messages, ids for ids.
 
-        A bad request is refused at once; leaving the loop early cancels the rest.
+        A bad request is refused immediately; leaving the loop early cancels the rest.
         """
         ids = self._encode_chat(prompt) if is_conversation(prompt) else prompt
         outputs = self._serving_engine.stream(ids, _sampling_params(params))
@@ -185,7 +185,7 @@ class Model:
         return (output.token for output in outputs if output.token is not None)
 
     def chat(self, messages: str | Sequence[Message], **params: Any) -> str:
-        """The answer to a conversation, with the model's chat template; a text is a conversation of one message.
+        """The reply to a conversation, with the model's chat template; a string is a conversation of one message.
 
         Messages are ``{"role": "user", "content": "..."}``. Raises :class:`RequestError` for a model without a template
         and for messages that the template refuses.
@@ -197,7 +197,7 @@ class Model:
     def _encode_chat(self, messages: Sequence[Message]) -> list[int]:
         if not is_conversation(messages):
             raise RequestError(
-                f"messages is {short_repr(messages)}; give a text, or a list of {{'role': …, 'content': …}}"
+                f"messages is {short_repr(messages)}; pass a string, or a list of {{'role': …, 'content': …}}"
             )
         return self.tokenizer.encode_chat([dict(message) for message in messages])
 
@@ -215,7 +215,7 @@ class Model:
     def score(self, text: str | list[int], **windows: Any) -> Score:
         """The log-likelihood and perplexity of a text; ``windows`` are :func:`colonnade.model.score.score`'s."""
         tokens = self.tokenizer.encode(text) if isinstance(text, str) else text
-        ids = token_ids(tokens, self.config.vocab_size, "the text", "a text, or a list of token ids")
+        ids = token_ids(tokens, self.config.vocab_size, "the text", "a string, or a list of token ids")
         return score(self.transformer, list(ids), **windows)
 
     def close(self) -> None:
@@ -235,9 +235,9 @@ class Engine(_Engine):
     def __init__(self, model: Model, config: ServeConfig | None = None):
         if not isinstance(model, Model):
             given = short_repr(model) if isinstance(model, str | Path) else f"a {type(model).__name__}"
-            raise ConfigError(f"an Engine serves a loaded model, not {given}; give it colonnade.load(…)")
+            raise ConfigError(f"an Engine serves a loaded model, not {given}; pass colonnade.load(…)")
         if not isinstance(config, ServeConfig | None):
-            raise ConfigError(f"an Engine's config is no {type(config).__name__}; give it ServeConfig(…)")
+            raise ConfigError(f"an Engine's config is not a {type(config).__name__}; pass ServeConfig(…)")
         config = config or ServeConfig()
         super().__init__(model.transformer, model.tokenizer, config, _load_draft(model, config))
 
@@ -272,9 +272,9 @@ def load(
     load into. ``experts`` changes what a mixture of experts does after training, such as the active experts per token
     or the capacity; :func:`save` writes the changed config. ``weights`` other than stored quantises the matrices while
     they are read (int4 with a scale for each ``weight_group`` inputs); dense dequantises those of a quantised
-    checkpoint, which stored keeps. A quantised model generates, scores, and is saved as it is. ``adapter``, a run with
-    adapters or a folder of PEFT, is merged into the model. ``packed``: whether int8 and int4 weights come from a file
-    in the user's cache (:mod:`~colonnade.checkpoint.packed_weights`), on a CPU and one rank.
+    checkpoint, which stored keeps. A quantised model generates, scores, and is saved in its quantised form.
+    ``adapter``, a run with adapters or a folder of PEFT, is merged into the model. ``packed``: whether int8 and int4
+    weights come from a file in the user's cache (:mod:`~colonnade.checkpoint.packed_weights`), on a CPU and one rank.
 
     Raises :class:`CheckpointError` for anything missing, damaged or unknown, :class:`PlanError` for a layout that the
     model or the number of processes does not allow, and :class:`ConfigError` for impossible ``experts`` settings and,
@@ -340,7 +340,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     elif location.suffix == ".json":
         return Tokenizer.from_file(location)
     if (tokenizer := Tokenizer.from_model(open_model(location).tokenizer_source)) is None:
-        raise CheckpointError(f"{path} has no tokenizer; give another model, or a tokenizer.json")
+        raise CheckpointError(f"{path} has no tokenizer; use another model, or a tokenizer.json")
     return tokenizer
 
 
@@ -407,7 +407,8 @@ def _sampling_params(kwargs: dict[str, Any]) -> SamplingParams:
     for name in ("logprobs", "prompt_logprobs", "echo"):
         if getattr(params, name) not in (None, False):
             raise RequestError(
-                f"{name} is not for this call, which returns the generated text or ids only; use colonnade.Engine",
+                f"{name} is not supported by this call, which returns only the generated text or ids; use "
+                "colonnade.Engine",
                 param=name,
             )
     return params

@@ -1,4 +1,4 @@
-"""Puts a folder that was built beside its place there, by a rename.
+"""Moves a folder that was built next to its destination there by a rename.
 
 A process that is killed at any moment leaves the replaced folder or the new one, whole.
 """

@@ -18,13 +18,13 @@ def control_groups(controller: str, proc: Path = PROC) -> Iterator[tuple[int, Pa
     if not (cgroup.is_file() and mountinfo.is_file()):
         return
     paths: dict[int, str] = {}
-    for line in cgroup.read_text(encoding="utf-8").splitlines():
+    for line in _lines(cgroup):
         number, controllers, path = line.split(":", 2)
         if number == "0" and not controllers:
             paths[2] = path
         elif controller in controllers.split(","):
             paths[1] = path
-    for line in mountinfo.read_text(encoding="utf-8").splitlines():
+    for line in _lines(mountinfo):
         left, _, right = line.partition(" - ")
         kind, _, options = right.split(" ", 2)
         version = 2 if kind == "cgroup2" else 1
@@ -39,3 +39,8 @@ def control_groups(controller: str, proc: Path = PROC) -> Iterator[tuple[int, Pa
             yield version, each
             if each == Path(mount):
                 break
+
+
+def _lines(file: Path) -> list[str]:
+    """Its lines. Names of folders in them may have any bytes; of those only the newline is escaped."""
+    return [line for line in file.read_text(encoding="utf-8", errors="surrogateescape").split("\n") if line]

@@ -90,12 +90,12 @@ def _answer(
     console: Console,
     messages: Messages,
 ) -> Messages:
-    """Print the answer to ``messages`` and append it; without the last message if it was refused."""
+    """Print the reply to ``messages`` and append it; without the last message if it was refused."""
     pieces: list[str] = []
     try:
         runner.run(_print_answer(engine, GenerationRequest(messages=messages, params=params), pieces))
     except KeyboardInterrupt:
-        pass  # the answer ends here, and the conversation goes on with this part of it
+        pass  # the reply ends here, and the conversation continues with this part of it
     except ColonnadeError as error:
         if engine.failure:
             raise

@@ -1,4 +1,4 @@
-"""Conversations on a terminal: reads lines, knows commands, and keeps the turns that fit into the context.
+"""Conversations on a terminal: reads lines, runs commands, and keeps the turns that fit into the context.
 
 It imports no engine: an exported package (:mod:`colonnade.package_chat`) starts faster without.
 """
@@ -25,7 +25,7 @@ COMMANDS = {
     "/quit": "ends the chat (as do /exit and Ctrl-D)",
 }
 """Lines that are commands of the chat, not messages."""
-HELP = "\n".join([*(f"{name:8}{what}" for name, what in COMMANDS.items()), "Ctrl-C  stops an answer"])
+HELP = "\n".join([*(f"{name:8}{what}" for name, what in COMMANDS.items()), "Ctrl-C  stops a reply"])
 
 
 def converse(
@@ -36,10 +36,10 @@ def converse(
     answer: Callable[[Messages], Messages],
     console: Console,
 ) -> None:
-    """Read lines until /quit or the end of the input; ``answer`` prints the answer to messages and appends it."""
+    """Read lines until /quit or the end of the input; ``answer`` prints the reply to messages and appends it."""
     opening: Messages = [{"role": "system", "content": system}] if system else []
     messages = list(opening)
-    console.print("[dim]/help lists the commands; Ctrl-D ends, Ctrl-C stops an answer[/dim]")
+    console.print("[dim]/help lists the commands; Ctrl-D ends, Ctrl-C  stops a reply[/dim]")
     while (line := _read_line()) not in (None, "/quit", "/exit"):
         if line == "/reset":
             messages = list(opening)
@@ -51,17 +51,17 @@ def converse(
             asked: Messages = [*messages, {"role": "user", "content": line}]
             fitting = drop_turns(asked, tokenizer, max_request_tokens, max_tokens)
             if len(fitting) < len(asked):
-                console.print("[dim]the context or the KV cache is full: the oldest turns are left out[/dim]")
+                console.print("[dim]the context or the KV cache is full: the oldest turns are dropped[/dim]")
             messages = answer(fitting)
 
 
 def drop_turns(
     messages: Sequence[Mapping[str, str]], tokenizer: Tokenizer, max_request_tokens: int, answer_tokens: int | None
 ) -> Messages:
-    """The conversation without its oldest turns, so that prompt and answer have at most ``max_request_tokens``.
+    """The conversation without its oldest turns, so that prompt and reply have at most ``max_request_tokens``.
 
-    A question leaves together with its answer; a system message and the last question stay. Without a limit the answer
-    gets an eighth of the tokens.
+    A question is dropped together with its reply; a system message and the last question are kept. Without a limit the
+    reply gets an eighth of the tokens.
     """
     opening = [message for message in messages[:1] if message["role"] == "system"]
     turns, room = list(messages[len(opening) :]), max_request_tokens - (answer_tokens or max_request_tokens // 8)

@@ -63,7 +63,7 @@ class Cpu(NamedTuple):
 
 
 class Machine(NamedTuple):
-    """What this process may use."""
+    """The cores that this process may use."""
 
     cpus: tuple[Cpu, ...]
     quota: float | None = None
@@ -123,7 +123,7 @@ def place(machine: Machine, replicas: int = 1, ranks: int = 1) -> tuple[CpuPlace
         has = plural(len(machine.cpus), "core")
         within = "" if machine.quota is None else f" within a CPU quota of {machine.quota:g}"
         raise ConfigError(
-            f"{replicas} replicas need a core each, and this process may use {has}{within}; set --serve.replicas to "
+            f"{replicas} replicas need one core each, and this process may use {has}{within}; set --serve.replicas to "
             f"at most {most}"
         )
     levels = _pools(machine)
@@ -155,7 +155,7 @@ def used(machine: Machine, replicas: int, ranks: int = 1) -> int:
 
 
 def idle_warning(machine: Machine, replicas: int, ranks: int = 1) -> str:
-    """What the operator should know if ``replicas`` leave cores idle, or nothing."""
+    """A warning for the operator if ``replicas`` leave cores idle; otherwise empty."""
     working, usable = used(machine, replicas, ranks), machine.usable
     if working == usable:
         return ""
@@ -167,7 +167,7 @@ def idle_warning(machine: Machine, replicas: int, ranks: int = 1) -> str:
     return (
         f"{plural(replicas, 'replica')} of {plural(ranks, 'rank')} with {plural(threads, 'thread')} use {working} of "
         f"{usable} cores and leave {1 - working / usable:.0%} idle, since each rank stays within a NUMA node and all "
-        f"have equally many threads{remedy}"
+        f"have the same number of threads{remedy}"
     )
 
 
@@ -250,7 +250,7 @@ def _busy_now(cpus: tuple[int, ...], proc: Path) -> float:
 
 
 def _cpu_ticks(cpus: Sequence[int], proc: Path) -> tuple[int, int]:
-    """Busy time and all time of ``cpus`` since the machine started; zeros if the kernel does not tell."""
+    """Busy time and all time of ``cpus`` since the machine started; zeros if the kernel does not report them."""
     names, busy, total = {f"cpu{cpu}" for cpu in cpus}, 0, 0
     for name, *words in filter(None, map(str.split, _read_text(proc / "stat").splitlines())):
         if name in names:
@@ -267,13 +267,13 @@ def cpu_quota(proc: Path = PROC) -> float | None:
         files = ["cpu.max"] if version == 2 else ["cpu.cfs_quota_us", "cpu.cfs_period_us"]
         if all((folder / file).is_file() for file in files):
             words = " ".join(_read_text(folder / file) for file in files).split()
-            if len(words) == 2 and all(word.isdecimal() for word in words):  # without a limit: max, or -1
+            if len(words) == 2 and all(word.isdecimal() and int(word) for word in words):  # no limit: max, or -1
                 quotas.append(int(words[0]) / int(words[1]))
     return min(quotas, default=None)
 
 
 def _read_cpu(folder: Path, number: int, node: int) -> Cpu:
-    """A CPU; where the kernel does not say more, it is a core of its own."""
+    """A CPU; if the kernel reports nothing else, it is its own core."""
     topology = folder / "topology"
     siblings = _read_list(topology / "core_cpus_list") or _read_list(topology / "thread_siblings_list") or [number]
     speed = _read_int(folder / "cpu_capacity") or _read_int(folder / "cpufreq" / "cpuinfo_max_freq")
@@ -302,7 +302,9 @@ def _read_text(file: Path) -> str:
 def _current_cpu(proc: Path) -> int | None:
     """The CPU on which this process runs; the kernel starts processes where the load is least."""
     stat = proc / "self" / "stat"
-    return int(stat.read_text(encoding="utf-8").rpartition(")")[2].split()[36]) if stat.is_file() else None
+    # The name of the program in it is cut after 15 bytes.
+    text = stat.read_text(encoding="utf-8", errors="replace") if stat.is_file() else ""
+    return int(text.rpartition(")")[2].split()[36]) if text else None
 
 
 # -- this process ------------------------------------------------------------------------------------------------------
@@ -312,8 +314,8 @@ def set_openmp(environ: MutableMapping[str, str], threads: int, *, owned: bool) 
     """Let OpenMP use at most ``threads`` threads, which wait without holding up others; before torch is imported.
 
     By default waiting threads spin for milliseconds: on a core that others use too, they hold up the very thread for
-    which they wait. Beside two busy processes on two cores, 8 tokens of SmolLM2 took 7.9 s in place of 0.3 s, and a
-    training step of small layers 1.3 s in place of 0.1 s. ``owned`` threads spin briefly, others sleep at once.
+    which they wait. With two other busy processes on two cores, 8 tokens of SmolLM2 took 7.9 s instead of 0.3 s, and a
+    training step of small layers 1.3 s instead of 0.1 s. ``owned`` threads spin briefly, others sleep immediately.
     """
     given = environ.get("OMP_NUM_THREADS", "").partition(",")[0]
     if not (given.isdecimal() and 0 < int(given) <= threads):

@@ -43,7 +43,7 @@ class ConfigError(ColonnadeError):
 
 
 class PlanError(ColonnadeError):
-    """A parallel layout that cannot run, or (:class:`WorkerError`) whose workers failed."""
+    """A parallel layout that cannot run, or with workers that failed (:class:`WorkerError`)."""
 
 
 class WorkerError(PlanError):

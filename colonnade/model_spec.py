@@ -51,8 +51,8 @@ class ModelSpec:
         if draft := self.open_draft(opened):
             if pooler is not None:
                 raise ConfigError(
-                    f"serve.draft is {self.serve.draft}, and drafts are for generated text, which {self.model} is not "
-                    "served for; leave it out"
+                    f"serve.draft is {self.serve.draft}, but drafts need text generation, and {self.model} is not "
+                    "served for that; remove it"
                 )
             spec = replace(spec, serve=self.serve.replace(draft=str(draft.path)))
         if pooler is not None:

@@ -56,7 +56,7 @@ def chat_with_package(folder: Path, system: str | None, params: SamplingParams, 
                 pieces.append(text)
                 print(text, end="", flush=True)
         except KeyboardInterrupt:
-            pass  # the answer ends here, and the conversation goes on with this part of it
+            pass  # the reply ends here, and the conversation continues with this part of it
         except RequestError as error:
             console.print(f"[red]{error}[/red]")
             return messages[:-1]

@@ -14,7 +14,7 @@ from typing import Any, SupportsFloat, cast
 from colonnade.errors import ConfigError
 
 RewardFunction = Callable[[str, str, Mapping[str, Any]], float]
-"""(prompt, answer, row) -> reward."""
+"""(prompt, completion, row) -> reward."""
 
 
 def load_reward(name: str) -> RewardFunction:
@@ -44,11 +44,11 @@ def load_reward(name: str) -> RewardFunction:
                 f"tune.reward {name}: there is no module {source}; write FILE.py:FUNCTION, or install it"
             ) from None
         raise ConfigError(
-            f"tune.reward {name}: {source} raises {type(why).__name__} when it is imported: {why}; correct {source}"
+            f"tune.reward {name}: {source} raises {type(why).__name__} when it is imported: {why}; fix {source}"
         ) from None
     found = getattr(module, function, None)
     if not callable(found):
-        fault = f"has no function '{function}'" if found is None else f"has '{function}', which is no function"
+        fault = f"has no function '{function}'" if found is None else f"has '{function}', which is not a function"
         functions = [key for key, value in vars(module).items() if isinstance(value, FunctionType)
                      and value.__module__ == module.__name__]  # fmt: skip
         remedy = f"name one of its functions: {', '.join(functions[:8])}" if functions else "define one in it"
@@ -59,8 +59,8 @@ def load_reward(name: str) -> RewardFunction:
 def _verifier(task: str) -> RewardFunction:
     """The verifier of a task of reasoning-gym (Stojanovski 2025, arXiv 2505.24760).
 
-    A row has the entry's ``answer`` and ``metadata``; its question is the prompt. If an answer has <answer> tags, the
-    last one's content is verified.
+    A row has the entry's ``answer`` and ``metadata``; its question is the prompt. If a completion has <answer> tags,
+    the last one's content is verified.
     """
     try:
         factory = importlib.import_module("reasoning_gym.factory")
@@ -71,7 +71,7 @@ def _verifier(task: str) -> RewardFunction:
         ) from None
     except ValueError as why:
         raise ConfigError(
-            f"tune.reward reasoning_gym:{task}: {why}; give one of its tasks, such as leg_counting"
+            f"tune.reward reasoning_gym:{task}: {why}; use one of its tasks, such as leg_counting"
         ) from None
 
     def verify(prompt: str, answer: str, row: Mapping[str, Any]) -> float:
@@ -83,7 +83,7 @@ def _verifier(task: str) -> RewardFunction:
 
 
 def _number(value: object) -> object:
-    """A number of another library, such as numpy's, as a float; anything else as it is."""
+    """A number of another library, such as numpy's, as a float; anything else unchanged."""
     if isinstance(value, int | float) or not isinstance(value, SupportsFloat):
         return value
     return float(value)
@@ -96,7 +96,7 @@ def main() -> None:
 
 
 def work(pipe: Connection, name: str, parent: int) -> None:
-    """Answer calls until the process ``parent`` ends or closes the pipe."""
+    """Serve calls until the process ``parent`` ends or closes the pipe."""
     sys.path.insert(0, "")
     function = load_reward(name)
     pipe.send_bytes(b'{"reward": 0}')

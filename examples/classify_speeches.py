@@ -45,7 +45,7 @@ def passages(per_class: int, held_out_per_class: int, seed: int = 0) -> tuple[li
 def main(arguments: list[str] | None = None) -> float:
     """Prints each seed's accuracy and the median; returns the median."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="minilm", help="an encoder that colonnade.load finds")
+    parser.add_argument("--model", default="minilm", help="an encoder, as accepted by colonnade.load")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--per-class", type=int, default=80, help="training passages of each century")
     parser.add_argument("--held-out", type=int, default=50, help="test passages of each century")

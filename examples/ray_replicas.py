@@ -4,7 +4,7 @@
     python examples/ray_replicas.py smollm2 --replicas 4 --port 8000
 
 Each actor is a server on a free port of its machine; --gpus is the number of GPUs for each (its --plan.tp). The front
-takes one out that does not answer, and goes on with the others.
+removes one that does not respond, and continues with the others.
 """
 
 import argparse

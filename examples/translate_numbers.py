@@ -57,7 +57,7 @@ def main(arguments: list[str] | None = None) -> float:
     """Prints the accuracy, and returns that of the beam search."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=1200)
-    parser.add_argument("--held-out", type=int, default=200, help="numbers that are not trained on")
+    parser.add_argument("--held-out", type=int, default=200, help="numbers held out from training")
     parser.add_argument("--runs", type=Path, help="folder to keep the run in; by default it is deleted")
     args = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:

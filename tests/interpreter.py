@@ -6,7 +6,7 @@ At each launch, and at each call of a function inside a kernel, the interpreter 
 builtins. For each value it builds a table of all types, the name of its type, and constants of its shape. For each
 integer sum it computes whether int32 would overflow, and then ignores the answer. For each operation it derives the
 type of the result and compares shapes size by size. Here tables, constants and types are computed once, equal shapes
-are one object, and the rest is left out: kernels, which call many small functions, take a quarter of the time. Results
+are one object, and the rest is omitted: kernels, which call many small functions, take a quarter of the time. Results
 are unchanged.
 
 Each module runs in its own child process, forked after torch and Triton have been imported.

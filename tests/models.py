@@ -137,4 +137,4 @@ MOES: dict[str, ModelConfig] = {
         moe=MoeConfig(active=2, capacity=0.75, priority=True, balance="importance", **_EXPERTS),
     ),
 }  # fmt: skip
-"""Six experts of twelve hidden units, which divide over 2, 3 and 4 (etp) ranks."""
+"""Six experts of twelve hidden units, which can be divided over 2, 3 and 4 (etp) ranks."""

@@ -1,7 +1,6 @@
 """A shared prefix: read once, read by each request, and not shared (benchmarks/flash_decoding.py).
 
-Each call reads another prefix, so that none is in the L2 cache. Requests have few keys of their own, as after a long
-document.
+Each call reads another prefix, so that none is in the L2 cache. Requests have few own keys, as after a long document.
 """
 
 import itertools
@@ -18,7 +17,7 @@ TOLERANCE = 6e-4
 
 
 def rows(batch: int, prefix: int, device: str, read: float, *, page: int = 64) -> list[dict[str, Any]]:
-    """Times of ``batch`` requests of ``prefix`` shared keys and :data:`OWN` of their own."""
+    """Times of ``batch`` requests of ``prefix`` shared keys and :data:`OWN` own keys."""
     cell = Cell((prefix + OWN,) * batch, page=page)
     tensors = Tensors(cell, device)
     k, v = (x.flatten(0, 2).unflatten(0, (-1, page)) for x in (tensors.k, tensors.v))

@@ -79,7 +79,7 @@ def sweep(
 ) -> Rows:
     """Measure random cells on all GPUs until the time is over; adds rows of ours against the best peer.
 
-    Cells that ``rows`` has from an earlier run are left out.
+    Cells that ``rows`` has from an earlier run are skipped.
     """
     until, gpus = time.time() + most_s, torch.cuda.device_count()
     cells, done = random_cells(seed, count, most_bytes), {row["cell"] for row in rows}

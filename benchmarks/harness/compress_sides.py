@@ -141,7 +141,7 @@ class Llama:
 
 
 def llama_quantise(folder: Path, source: Path, out: Path, file_type: int) -> None:
-    """Write ``source``, quantised by llama.cpp, in a process of its own: here, decoding would crash later."""
+    """Write ``source``, quantised by llama.cpp, in a separate process: in this one, decoding would crash later."""
     code = (
         "import ctypes, sys; sys.path.append(sys.argv[1]); import llama_cpp as l; l.llama_backend_init();"
         "p = l.llama_model_quantize_default_params(); p.ftype, p.nthread = int(sys.argv[4]), 1;"

@@ -45,7 +45,7 @@ def drawn(requests: int, least: int, most: int, vocab_size: int, seed: int = 0) 
 
 
 def every_size(requests: int) -> Load:
-    """Requests of which one ends at each step, so that every batch size occurs."""
+    """Requests such that one ends at each step, so that every batch size occurs."""
     return Load([[1]] * requests, list(range(1, requests + 1)))
 
 

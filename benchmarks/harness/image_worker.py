@@ -5,9 +5,9 @@
     POST /  JPEG -> decode, resize, normalise -> network -> softmax, five best classes -> JSON
 
 A thread a connection, and one thread that runs the network, since OpenMP has a set of threads for each that calls it.
-With --overlap the other stages run in the connections' threads, beside the network of another request; else that one
-thread runs all three. Threads, affinity and OpenMP's settings are inherited (:mod:`colonnade.cores`). --decode_cpus are
-those of the connections' threads, if they are not the network's.
+With --overlap the other stages run in the connections' threads, concurrently with the network of another request;
+otherwise one thread runs all three. Threads, affinity and OpenMP's settings are inherited (:mod:`colonnade.cores`).
+--decode_cpus are the CPUs of the connections' threads, if they differ from the network's.
 """
 
 import argparse

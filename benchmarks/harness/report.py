@@ -101,7 +101,7 @@ def folder_of(out: Path | None, *, toy: bool) -> Path:
 
 
 PLACES = ("--out", "--keep", "--picture")
-"""Options that name local paths, which are left out of records."""
+"""Options that name local paths, which are omitted from records."""
 
 
 def command() -> str:

@@ -21,7 +21,7 @@ def figures(x: float, count: int = 4) -> float:
 
 
 def line(row: Mapping[str, Cell]) -> str:
-    """A row as text: ``B 4  S 64  who colonnade  us 26.9``; cells of None are left out."""
+    """A row as text: ``B 4  S 64  who colonnade  us 26.9``; cells of None are omitted."""
     return "  ".join(f"{key} {value}" for key, value in row.items() if value is not None)
 
 

@@ -1,4 +1,4 @@
-"""Starts ``colonnade serve`` in a process of its own."""
+"""Starts ``colonnade serve`` in a separate process."""
 
 import os
 import signal

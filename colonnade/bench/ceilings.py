@@ -2,7 +2,7 @@
 
     bandwidth   bytes of a buffer larger than the caches / time of the fastest torch reduction over it
     products    2 N³ / time of an (N, N) product; int8 is oneDNN's product of uint8 and int8, on a CPU. N is smaller for
-                number formats that the processor lacks, whose products are up to a hundred times slower
+                number formats that the processor lacks, because their products are up to a hundred times slower
 
 The best of several runs counts, because other processes can only slow a run down.
 """

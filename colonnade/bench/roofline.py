@@ -89,7 +89,7 @@ def step_seconds(model: api.Model, serve: ServeConfig, budget_s: float) -> list[
     config = model.config
     if config.context < 2 * PROMPT_TOKENS:
         raise ConfigError(
-            f"{model.source} has a context of {config.context} tokens; decoding is measured with at least "
+            f"{model.source} has a context of {config.context} tokens; measuring decoding needs at least "
             f"{2 * PROMPT_TOKENS}"
         )
     engine = api.Engine(model, serve)

@@ -1,4 +1,4 @@
-"""Adapters beside the model that they belong to: read from a run, and merged into weights while these are loaded.
+"""Adapters next to their base model: read from a run, and merged into weights while these are loaded.
 
     W ← W + s · B A
 
@@ -30,18 +30,18 @@ def read_adapter(path: str | Path, base: ModelConfig | None = None) -> Adapter:
     """The adapters in ``path``: PEFT's folder, a run or a checkpoint of a run.
 
     ``base`` is the model that they are for, which a folder of PEFT needs. Raises :class:`CheckpointError` for anything
-    else, and for adapters of another model.
+    else, and for adapters of a different model.
     """
     folder = Path(path)
     if is_peft(folder):
         if base is None:
-            raise CheckpointError(f"{folder} has adapters in PEFT's format, which need their base model; name it")
+            raise CheckpointError(f"{folder} contains PEFT adapters, which need their base model; specify it")
         return read_peft(folder, base)
     location = folder if native.is_native(folder) else native.newest(folder)
     meta = None if location is None else native.read_meta(location)
     if location is None or meta is None or meta.model.lora is None:
         raise CheckpointError(
-            f"{path} has no adapters; give a run that was trained with --lora.rank, or a folder with {PEFT_CONFIG}"
+            f"{path} has no adapters; use a run trained with --lora.rank, or a folder with {PEFT_CONFIG}"
         )
     if base is not None:
         check_base(meta.model, base, str(location))
@@ -103,5 +103,5 @@ def check_base(adapter: ModelConfig, base: ModelConfig, where: str) -> None:
                     for config in (adapter, base))  # fmt: skip
     if different := sorted(name for name in mine.keys() | theirs.keys() if mine.get(name) != theirs.get(name)):
         raise CheckpointError(
-            f"{where} has adapters for another model: {different[0]!r} differs; use the model that it was trained on"
+            f"{where} has adapters for a different model: {different[0]!r} differs; use the model it was trained on"
         )

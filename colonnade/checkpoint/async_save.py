@@ -2,8 +2,8 @@
 
     stage    copies this rank's weights and moments to host memory before the next step changes them; on a GPU to
              pinned buffers and on the current stream, so that the CPU does not wait
-    start    a thread lets torch.distributed.checkpoint plan, write and commit over its own gloo group: its collectives
-             must not interleave with those of training, which run in another order
+    start    a thread lets torch.distributed.checkpoint plan, write and commit over its own gloo group: its
+             collectives must not interleave with those of training, which run in a different order
     wait     training polls ``finished`` each step, then waits; a failure of the thread is raised there
 
 The buffers are allocated by the first save and reused: they cost one more copy of this rank's state.
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 WRITE_TIMEOUT = datetime.timedelta(hours=12)
-"""How long a rank that has written waits for a slower one. The death of a rank is noticed at once in any case."""
+"""How long a rank that has written waits for a slower one. The death of a rank is always noticed immediately."""
 
 
 class AsyncSave:

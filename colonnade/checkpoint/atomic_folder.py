@@ -6,8 +6,7 @@ process killed at any moment leaves either no ``step-200`` or a complete one, an
 folder that is overwritten is first renamed to ``.step-200.old``, and deleted after its successor is in place.)
 
 :func:`prune` deletes old checkpoints of a run only after a newer one is complete, so the disk must hold one more than
-are kept. Incomplete checkpoints (with missing files) are neither counted nor deleted: somebody may want to inspect
-them.
+are kept. Incomplete checkpoints (with missing files) are neither counted nor deleted, so that they can be inspected.
 """
 
 import errno
@@ -52,7 +51,7 @@ class Manifest(Config):
         if not path.is_file():
             hint = " (it looks like a Hugging Face model)" if (folder / "config.json").is_file() else ""
             problem = "is not a Colonnade checkpoint: it has no manifest.json" if folder.is_dir() else "does not exist"
-            raise CheckpointError(f"{folder} {problem}{hint}; give a folder such as runs/NAME/step-N")
+            raise CheckpointError(f"{folder} {problem}{hint}; use a folder such as runs/NAME/step-N")
         try:
             manifest = Manifest(**read_json(path))
         except ConfigError as why:
@@ -140,10 +139,10 @@ def refuse_existing(folder: Path, overwrite: bool = False) -> None:
     if suffix := file_suffix(folder):
         raise CheckpointError(
             f"{folder} is the name of one {suffix} file, which cannot be written: the formats hf and colonnade are "
-            f"folders; leave {suffix} out"
+            f"folders; remove the suffix {suffix}"
         )
     if folder.exists() and not overwrite:
-        raise CheckpointError(f"{folder} exists already; choose another name, or replace it (--overwrite)")
+        raise CheckpointError(f"{folder} already exists; choose another name, or replace it (--overwrite)")
     if folder.exists() and not any(
         (folder / name).is_file() for name in (MANIFEST, "config.json", "adapter_config.json")
     ):
@@ -218,7 +217,7 @@ def prune(run: Path, keep: int | None, keep_every: int | None = None) -> list[Pa
             remove_partial(folder)
         except OSError as why:
             raise CheckpointError(
-                f"{folder} cannot be deleted: {why.strerror}; delete it, or leave train.keep out"
+                f"{folder} cannot be deleted: {why.strerror}; delete it, or unset train.keep"
             ) from why
     return deleted
 

@@ -1,4 +1,4 @@
-"""Reads a Whisper model as CTranslate2 stores it (``model.bin`` beside ``config.json`` and ``tokenizer.json``).
+"""Reads a Whisper model as CTranslate2 stores it (``model.bin`` next to ``config.json`` and ``tokenizer.json``).
 
     u32 version, name, u32 revision, u32 number of variables; of each its name, u8 rank, u32 sizes, u8 type, u32 bytes,
     data; u32 number of aliases, of each two names              a name: u16 length, bytes, NUL; little-endian
@@ -89,9 +89,9 @@ TABLE: MappingTable = {
 
 
 class CT2File:
-    """A folder with CTranslate2's Whisper: reads :attr:`config` and the tensors' places at once.
+    """A folder with CTranslate2's Whisper: reads :attr:`config` and the tensors' offsets immediately.
 
-    Raises :class:`CheckpointError` for a file that is damaged, truncated, quantised or of another model.
+    Raises :class:`CheckpointError` for a file that is damaged, truncated, quantised or belongs to another model.
     """
 
     def __init__(self, folder: Path):
@@ -153,14 +153,16 @@ class CT2File:
 
     def _scalar(self, name: str) -> int:
         if name not in self._records:
-            raise CheckpointError(f"{self.path} lacks {name!r}; it is damaged or of another model")
+            raise CheckpointError(f"{self.path} lacks {name!r}; it is damaged, or belongs to another model")
         kind, shape, offset = self._records[name]
         return int(np.memmap(self.path, kind, mode="r", offset=offset, shape=shape or (1,)).flat[0])
 
     def _shape(self, name: str, rank: int) -> Shape:
         shape = self.shapes.get(name, ())
         if len(shape) != rank:
-            raise CheckpointError(f"{self.path} lacks {name!r} of {rank} dimensions; it is damaged or of another model")
+            raise CheckpointError(
+                f"{self.path} lacks {name!r} of {rank} dimensions; it is damaged, or belongs to another model"
+            )
         return shape
 
     def _config(self) -> ModelConfig:

@@ -4,7 +4,7 @@ DCP plans which rank writes which shard and which saved pieces each rank must re
 under any layout. This module only reads and writes the pieces. DCP's own file storage keeps its metadata in a pickle,
 which would run code from an untrusted checkpoint, hence this one (docs/decisions/0003-checkpoint-format.md).
 
-Each rank writes one file a part; :mod:`colonnade.checkpoint.tensor_index` says which file contains which piece.
+Each rank writes one file per part; :mod:`colonnade.checkpoint.tensor_index` says which file contains which piece.
 Imported when something is saved or loaded: torch's part takes a second.
 """
 
@@ -42,7 +42,7 @@ BLOCK_BYTES = 4096
 
 @dataclasses.dataclass(frozen=True)
 class _Written:
-    """What a rank reports to the coordinator about one piece."""
+    """A rank's report to the coordinator about one piece."""
 
     piece: Piece
     digest: Digest
@@ -74,7 +74,7 @@ class Writer(StorageWriter):
         """Does nothing."""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Drops empty pieces (of a rank beyond the rows of a small tensor)."""
+        """Drops empty pieces (of ranks beyond the rows of a small tensor)."""
         items = [item for item in plan.items if item.tensor_data is None or math.prod(item.tensor_data.chunk.sizes)]
         return dataclasses.replace(plan, items=items)
 
@@ -87,7 +87,7 @@ class Writer(StorageWriter):
         return [dataclasses.replace(plan, storage_data=rank) for rank, plan in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """On each rank: writes one file a part and flushes it to the disk."""
+        """On each rank: writes one file per part and flushes it to the disk."""
         parts: defaultdict[str, list[Any]] = defaultdict(list)
         for item in plan.items:
             parts[split_key(item.index.fqn)[0]].append(item)

@@ -22,7 +22,7 @@ from colonnade.parallel.layout import WHOLE, Experts, Placement, layout_of, plac
 
 
 class OptimizerState(Protocol):
-    """What a checkpoint saves of an optimizer (:class:`colonnade.train.optimizer.AdamW` is one)."""
+    """The state of an optimizer that a checkpoint saves (:class:`colonnade.train.optimizer.AdamW` is one)."""
 
     @property
     def steps(self) -> int:

@@ -48,7 +48,7 @@ class FileLock:
     def acquire(self) -> None:
         """Acquires the lock; raises :class:`CheckpointError`, naming the owner, when another process has it.
 
-        It raises as soon as the owner is known to be alive: at once on this machine, after its next heartbeat on
+        It raises as soon as the owner is known to be alive: immediately on this machine, after its next heartbeat on
         another. It waits only for an earlier attempt of the same job, for at most ``stale_s``.
         """
         owner = {
@@ -82,7 +82,7 @@ class FileLock:
             now = f"{_describe(_parse_owner(contents))} has it" if contents is not None else "its lock was deleted"
             raise CheckpointError(
                 f"{self.run} is no longer locked by this run: {now}; this process was suspended or disconnected for "
-                "too long, and ends without saving"
+                "too long, and will exit without saving"
             )
 
     def release(self) -> None:
@@ -110,8 +110,8 @@ class FileLock:
                 certain = owner.get("machine") == _machine_id() or (first_beat is not None and beat != first_beat)
                 if certain and not (self._is_same_job(owner) and time.monotonic() - started_s < self._stale_s):
                     raise CheckpointError(
-                        f"{self.run} is in use by {_describe(owner)}; wait until it ends or stop it, or use another "
-                        f"--name (if you are certain that it is gone, delete {self.file})"
+                        f"{self.run} is in use by {_describe(owner)}; wait for it to finish, or stop it, or use "
+                        f"another --name (if you are certain that it is no longer running, delete {self.file})"
                     )
                 if first_beat is None:
                     print(f"waiting for {self.run}, in use by {_describe(owner)}", file=sys.stderr, flush=True)
@@ -227,7 +227,8 @@ def _start_time(pid: int) -> str | None:
             return ""
         return ""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")  # a program's name may have any bytes
     except (FileNotFoundError, ProcessLookupError):
         return None
+    fields = stat.rpartition(")")[2].split()
     return None if fields[0] in "ZX" else fields[19]

@@ -2,14 +2,15 @@
 
 :func:`open_model` resolves a name and reads the config, but not yet the weights: a native checkpoint (or a run folder:
 its newest one), a Hugging Face folder, a GGUF file, an id on the Hugging Face Hub, or one of the Python packages that
-contain weights. Of the Hub only safetensors, JSON and tokenizer files are downloaded, and packages are not imported, so
-no foreign code runs. :func:`load_model` checks the memory, builds the model and reads its weights.
+contain weights. From the Hub only safetensors, JSON and tokenizer files are downloaded, and packages are not imported,
+so no foreign code runs. :func:`load_model` checks the memory, builds the model and reads its weights.
 """
 
 import difflib
 import importlib.util
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -53,7 +54,7 @@ HUB_PATTERNS = ["*.safetensors", "*.json", "tokenizer.model", "merges.txt", "voc
 
 @dataclass(frozen=True)
 class OpenedModel:
-    """A model on disk whose weights are not loaded yet."""
+    """A model on disk; its weights are not loaded yet."""
 
     path: Path
     """Its folder or file."""
@@ -67,7 +68,7 @@ class OpenedModel:
     tokenizer_source: Path | Callable[[], tuple[Any, ...]]
     """The folder of its tokenizer, or a function that returns the parts of one."""
     tasks: tuple[str, ...] = ()
-    """Names of the tasks that its router knows, if any."""
+    """Names of its router's tasks, if any."""
     formats: Formats = field(default_factory=dict)
     """The formats of its quantised matrices."""
 
@@ -82,13 +83,27 @@ class OpenedModel:
 
 
 def open_model(path: str | Path, *, keep: bool = False) -> OpenedModel:
-    """Opens the model that ``path`` names, with ``keep`` a GGUF file's Q4_0, Q4_1 and Q8_0 matrices as they are.
+    """Opens the model that ``path`` names, with ``keep`` a GGUF file's Q4_0, Q4_1 and Q8_0 matrices unchanged.
 
     Raises :class:`CheckpointError` when it is missing, damaged or unknown.
 
     A run with adapters is opened as its base model with the adapters merged.
     """
-    location = locate(path)
+    with _readable(path):
+        return _open(locate(path), keep=keep)
+
+
+@contextmanager
+def _readable(path: str | Path) -> Iterator[None]:
+    """Raise :class:`CheckpointError` for what the system does not let read."""
+    try:
+        yield
+    except OSError as why:
+        name = f" ({why.filename})" if why.filename and str(why.filename) != str(path) else ""
+        raise CheckpointError(f"{path} cannot be read{name}: {why.strerror or why}; check its permissions") from None
+
+
+def _open(location: Path, *, keep: bool) -> OpenedModel:
     if native.is_native(location):
         meta = native.read_meta(location)
         if meta.model.lora is not None:
@@ -144,8 +159,9 @@ def _open_adapters(location: Path, base: str) -> OpenedModel:
         opened = open_model(found)
     except CheckpointError as why:
         raise CheckpointError(
-            f"{location} has adapters for the model {base or 'none'!r}, which cannot be opened: {why}; run the command "
-            "where the adapters were trained, or merge them with colonnade convert BASE OUT --adapter"
+            f"{location} has adapters for the model {base or 'none'!r}, which cannot be opened: {why}; run the "
+            "command on the machine where the adapters were trained, or merge them with colonnade convert BASE OUT "
+            "--adapter"
         ) from None
     return replace(with_adapter(opened, location), path=location)
 
@@ -176,8 +192,13 @@ def recogniser_at(path: str | Path) -> Path | None:
 def locate(path: str | Path, *, weights: bool = True) -> Path:
     """Resolves ``path`` to a folder or file: itself, a run's newest checkpoint, a package's file, or a download.
 
-    A download can leave out the ``weights``. Raises :class:`CheckpointError` when nothing of that name exists.
+    A download can omit the ``weights``. Raises :class:`CheckpointError` when nothing of that name exists.
     """
+    with _readable(path):
+        return _locate(path, weights=weights)
+
+
+def _locate(path: str | Path, *, weights: bool) -> Path:
     location = Path(path)
     if str(path) in PACKAGES and not location.exists():
         return find_packaged(str(path))
@@ -187,13 +208,13 @@ def locate(path: str | Path, *, weights: bool = True) -> Path:
         if is_package(location):
             raise CheckpointError(
                 f"{location} is an exported package, whose native code is never loaded as a model; run it with "
-                f"colonnade generate {location} PROMPT --trust, or give the model that it was made from"
+                f"colonnade generate {location} PROMPT --trust, or use the model that it was made from"
             )
         if _is_model(location):
             return location
         if recogniser := recogniser_at(location):
             raise CheckpointError(
-                f"{recogniser} is a speech recogniser, not a language model, and has one format only; use it with "
+                f"{recogniser} is a speech recogniser, not a language model, and has only one format; use it with "
                 "colonnade speech listen, serve or align, or in Python colonnade.speech.model.SpeechModel.load"
             )
         newest = native.newest(location)
@@ -201,9 +222,8 @@ def locate(path: str | Path, *, weights: bool = True) -> Path:
             for _, damaged in atomic_folder.list_steps(location)[:1]:
                 Manifest.read(damaged).check_sizes(damaged)  # raises, naming the damaged file
             raise CheckpointError(
-                f"{location} is neither a Colonnade checkpoint, nor a run, nor a Hugging Face model; "
-                "give runs/NAME, runs/NAME/step-N, or a folder with config.json and safetensors"
-                + _suggestions(location / "step")
+                f"{location} is neither a Colonnade checkpoint, nor a run, nor a Hugging Face model; use runs/NAME, "
+                "runs/NAME/step-N, or a folder with config.json and safetensors" + _suggestions(location / "step")
             )
         return newest
     suggestions = _suggestions(location)
@@ -213,7 +233,7 @@ def locate(path: str | Path, *, weights: bool = True) -> Path:
         except CheckpointError as error:
             if not location.parent.is_dir():
                 raise CheckpointError(f"{error}{suggestions}") from None
-    formats = f"; give a folder, a GGUF file, a hub id (owner/name), or {' or '.join(PACKAGES_HELP)}"
+    formats = f"; use a folder, a GGUF file, a hub id (owner/name), or {' or '.join(PACKAGES_HELP)}"
     raise CheckpointError(f"{location} does not exist{suggestions or formats}")
 
 
@@ -238,16 +258,17 @@ def download(model_id: str, *, weights: bool = True) -> Path:
         from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
     except ImportError:
         raise CheckpointError(
-            f"'{model_id}' is neither a file nor a folder here; to download it from the Hugging Face Hub: "
+            f"'{model_id}' is not a local file or folder; to download it from the Hugging Face Hub: "
             "pip install 'colonnade[hub]'"
         ) from None
     try:
         return Path(snapshot_download(model_id, allow_patterns=HUB_PATTERNS[not weights :]))
     except HFValidationError:
-        raise CheckpointError(f"'{model_id}' is neither a file or folder here nor a Hub id (owner/name)") from None
+        raise CheckpointError(f"'{model_id}' is neither a local file or folder nor a Hub id (owner/name)") from None
     except LocalEntryNotFoundError:
         raise CheckpointError(
-            f"'{model_id}' is not in the Hub's cache and the Hub cannot be reached; connect, or give a local folder"
+            f"'{model_id}' is not in the Hub's cache and the Hub cannot be reached; connect to the network, or use a "
+            "local folder"
         ) from None
     except (HfHubHTTPError, OSError) as why:
         reason = str(why).strip().splitlines()[0].rstrip(".")
@@ -257,7 +278,7 @@ def download(model_id: str, *, weights: bool = True) -> Path:
 
 
 def _suggestions(missing: Path) -> str:
-    """``"; here are runs/a, runs/b"``: models beside a path that does not exist, or in ``runs``."""
+    """``"; here are runs/a, runs/b"``: models next to a path that does not exist, or in ``runs``."""
     folders = {path for parent in (missing.parent, Path("runs")) for path in parent.glob("*") if path.is_dir()}
     models = sorted(str(path) for path in folders if native.newest(path) or _is_model(path))
     packaged = PACKAGES_HELP if difflib.get_close_matches(str(missing), PACKAGES) else []
@@ -279,7 +300,7 @@ def open_for_plan(
 ) -> OpenedModel:
     """Open a model without reading its weights, and check that it can be loaded this way.
 
-    ``adapter``: a run or a folder of PEFT whose adapters are merged.
+    ``adapter``: a run or a PEFT folder with adapters to merge.
 
     Raises what :func:`colonnade.load` raises.
     """
@@ -287,12 +308,12 @@ def open_for_plan(
     if weights == "file" and not opened.formats:
         raise ConfigError(
             f"{opened.path} has no matrices that could be kept as in the file (Q4_0, Q4_1 and Q8_0 of GGUF are); use "
-            "--serve.weights int8, or leave it out"
+            "--serve.weights int8, or remove the flag"
         )
     if adapter is not None:
         opened = with_adapter(opened, adapter)
     if plan.world > plan.tp * plan.cp:
-        raise PlanError(f"a loaded model is laid out over tp and cp ranks only, not over {plan}; load with these only")
+        raise PlanError(f"a loaded model can be sharded over tp and cp ranks only, not over {plan}; use only these")
     plan.check(opened.config)
     if weights == "ternary":
         raise ConfigError(
@@ -303,14 +324,14 @@ def open_for_plan(
         if weights not in ("stored", "dense", "file"):
             raise ConfigError(
                 f"{opened.path} stores its weights in {opened.weights} already, and rounding them again to {weights} "
-                "would lose more; leave --serve.weights out (or set it to dense)"
+                "would lose more; remove --serve.weights (or set it to dense)"
             )
         for form in set(opened.formats.values()) if weights != "dense" else ():
             check_weights(opened.config, form.kind, form.group, plan.tp, plan.etp, grouped=form.grouped)
     config = experts.apply_to(opened.config, opened.tasks)
     if config.moe is not None and experts.active is not None:
         # Some routers have a fixed number of experts per token: that error should come before any process starts.
-        find_router(config.moe, otherwise="leave --experts.active out")
+        find_router(config.moe, otherwise="remove --experts.active")
     return replace(opened, config=config)
 
 

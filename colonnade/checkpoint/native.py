@@ -3,7 +3,7 @@
     manifest.json               size and SHA-256 of every other file; written last
     checkpoint.json             step, data cursor, the resolved config, versions
     tensors.json                the pieces of each tensor and their files
-    weights-00000.safetensors   rank 0's pieces, under the parameters' names; likewise for each rank, and for the
+    weights-00000.safetensors   rank 0's pieces, under the parameters' names; the same for each rank, and for the
                                 optimizer's exp_avg-… and exp_avg_sq-…
     tokenizer/                  the tokenizer's files
 
@@ -71,7 +71,7 @@ class Meta(Config):
 
 
 class SavableTokenizer(Protocol):
-    """What a native checkpoint needs of a tokenizer."""
+    """The tokenizer interface that a native checkpoint uses."""
 
     @property
     def size_bytes(self) -> int:
@@ -90,6 +90,16 @@ def read_embedding_pooling(folder: Path) -> Pooling | None:
     cursor = read_meta(folder).cursor
     pooling = cursor.get("pooling") if cursor.get("method") == "embed" else None
     return pooling if pooling in get_args(Pooling) else None
+
+
+def read_class_names(folder: Path) -> tuple[str, ...]:
+    """The names of the classes of a fine-tuned classifier, by number; empty if the checkpoint has none."""
+    if not is_native(folder):
+        return ()
+    names = read_meta(folder).cursor.get("classes") or ()
+    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+        raise CheckpointError(f"{folder / META} has classes that are not names: {str(names)[:60]}; restore the file")
+    return tuple(names)
 
 
 def save(
@@ -352,8 +362,8 @@ def _run_dcp(folder: Path, function: Callable[..., Any], views: dict[str, Tensor
 
     try:
         with warnings.catch_warnings() if options["no_dist"] else nullcontext():
-            # DCP warns that it assumes a single process. (Not suppressed in a thread beside training, which has a
-            # group: warning filters are global to the process.)
+            # DCP warns that it assumes a single process. (Not suppressed in a thread that runs alongside training,
+            # which has a group: warning filters are global to the process.)
             if options["no_dist"]:
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             function(views, **options)

@@ -3,7 +3,7 @@
 :data:`DECODE` is a step of one token, compiled by AOTInductor for one kind of processor, and :data:`PREFILL` a pass
 over up to ``prefill`` tokens of a prompt. Both take their weights from :data:`WEIGHTS`, which is mapped into memory.
 In 8 bits (``pt2e``), weights have oneDNN's packed layout; each program has its own, and :data:`WEIGHTS` is empty.
-Beside them are :data:`PACKAGE` (a :class:`PackageInfo`), the tokenizer, and a manifest with size and SHA-256 of every
+It also contains :data:`PACKAGE` (a :class:`PackageInfo`), the tokenizer, and a manifest with size and SHA-256 of every
 file.
 """
 
@@ -30,10 +30,10 @@ INSTRUCTION_SETS = ("sse", "ssse", "avx", "amx", "fma", "f16c", "bmi", "gfni", "
 
 
 class Processor(Config):
-    """What native code was compiled for."""
+    """The target that native code was compiled for."""
 
     machine: str
-    """As ``uname -m`` says: x86_64, aarch64."""
+    """As printed by ``uname -m``: x86_64, aarch64."""
     instructions: tuple[str, ...]
     torch: str
     """The version of torch that compiled it."""

@@ -7,10 +7,11 @@ The first engine writes the result; the next ones read it, or map it:
     mapped    replicas on one host share the file's pages; a write (a swap of weights) copies the page that it changes
 
 The file is named by a hash of everything that it depends on: the checkpoint's contents, config, dtype, format, the
-instruction set, and the source of the packing code. It ends with a checksum of all before it, which is verified at
-each start: a damaged or truncated file is made again. It is written under a temporary name and then linked to its own:
-of processes that pack at the same time one is first, and the others use its file. Without a usable folder, or on a full
-disk, engines pack for themselves, after one line. Files that no start has used for :data:`KEPT_DAYS` are deleted.
+instruction set, and the source of the code that reads and packs. It ends with a checksum of all before it, which is
+verified at each start: a damaged or truncated file is made again. It is written under a temporary name and then linked
+to its own: of processes that pack at the same time one is first, and the others use its file. Without a usable folder,
+or on a full disk, engines pack for themselves, after one line. Files that no start has used for :data:`KEPT_DAYS` are
+deleted.
 
     magic, length of the header     8 + 8 bytes
     header                          JSON: a table of tensors
@@ -20,7 +21,6 @@ disk, engines pack for themselves, after one line. Files that no start has used 
 
 import functools
 import hashlib
-import inspect
 import json
 import logging
 import mmap
@@ -40,7 +40,6 @@ from colonnade.checkpoint.load_model import OpenedModel
 from colonnade.config import ExpertsConfig, ModelConfig, WeightFormat
 from colonnade.kernels.cpu import library
 from colonnade.kernels.cpu.huge_pages import LINE, Arena
-from colonnade.kernels.linear import quantise
 from colonnade.kernels.linear.quantise import Kind, Quantised
 from colonnade.model import Transformer, fused_block, weight_only_quant
 from colonnade.model.weight_only_quant import assign_quantised, quantisable_modules, stored_quantised
@@ -55,6 +54,8 @@ FOLDER = Path("~/.cache/colonnade/weights")
 SMALLEST_BYTES = 16 << 20
 """Weights of fewer bytes are packed at each start, which takes less than a second."""
 KEPT_DAYS = 30
+PACKAGE, SOURCES = Path(__file__).parents[1], ("checkpoint", "model", "kernels/linear")
+"""The package, and its folders whose code decides the bytes of packed weights."""
 MAGIC = b"clnpack1"
 PAGE = 4096
 HASH_BYTES = 32
@@ -85,7 +86,7 @@ class _Entry:
 def load_packed(
     opened: OpenedModel, kind: Kind, group: int, dtype: torch.dtype, use: PackedUse, pack: Callable[[], Transformer]
 ) -> Transformer:
-    """The model of ``opened``, from its packed file, or by ``pack`` where there is none; then one is written."""
+    """The model of ``opened``, from its packed file, or by ``pack`` if there is none; then one is written."""
     try:
         path = _folder() / f"{_key(opened, kind, group, dtype)}.packed"
         found = _read(path, opened.config, dtype, use)
@@ -134,7 +135,7 @@ def _warn(error: OSError) -> None:
 def _key(opened: OpenedModel, kind: Kind, group: int, dtype: torch.dtype) -> str:
     """A hash of everything that the packed weights depend on."""
     parts = [
-        opened.config.model_dump_json(), kind, str(group), str(dtype), _instruction_set(), _source_hash(),
+        opened.config.model_dump_json(), kind, str(group), str(dtype), _instruction_set(), _source_hash(PACKAGE),
         *_checksums(opened.path),
     ]  # fmt: skip
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
@@ -149,10 +150,12 @@ def _checksums(location: Path) -> Iterator[str]:
 
 
 @functools.cache
-def _source_hash() -> str:
-    """Of the code that decides the bytes of packed weights."""
-    modules = (quantise, weight_only_quant, fused_block)
-    return hashlib.sha256("\0".join(map(inspect.getsource, modules)).encode()).hexdigest()
+def _source_hash(package: Path) -> str:
+    """A hash of the code that reads, maps, arranges and quantises packed weights, which determines their bytes."""
+    digest = hashlib.sha256()
+    for path in (path for folder in SOURCES for path in sorted((package / folder).rglob("*.py"))):
+        digest.update(path.relative_to(package).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()
 
 
 def _instruction_set() -> str:
@@ -203,7 +206,7 @@ def _entry(fields: dict[str, Any]) -> _Entry:
 
 
 def _first_tensor(header: int) -> int:
-    """Where the tensors of a file with a header of so many bytes begin."""
+    """Offset of the tensors of a file with a header of this many bytes."""
     return -(-(16 + header) // PAGE) * PAGE
 
 
@@ -230,7 +233,7 @@ def _assemble(data: Tensor, entries: list[_Entry], config: ModelConfig, dtype: t
 
 
 def _write(model: Transformer, path: Path) -> None:
-    """Write the weights of ``model``; if another process has been first, its file stays."""
+    """Write the weights of ``model``; if another process was first, its file stays."""
     parts: list[tuple[_Entry, Tensor]] = []
     at = 0
 
@@ -275,7 +278,7 @@ def _write(model: Transformer, path: Path) -> None:
 
 
 def _delete_old(folder: Path) -> None:
-    """Delete files that have not been used for long, and what killed processes have left."""
+    """Delete files that have not been used for long, and leftovers of killed processes."""
     for path in folder.iterdir():
         try:
             age_s = time.time() - path.stat().st_mtime

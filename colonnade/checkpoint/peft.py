@@ -64,8 +64,8 @@ def read_base(folder: Path) -> str:
 def read_peft(folder: Path, base: ModelConfig) -> Adapter:
     """The adapters in ``folder`` for a model ``base``; a layer without one gets zeros.
 
-    Raises :class:`CheckpointError` for damaged files, for tensors of another model, and for what PEFT can but plain
-    LoRA cannot compute.
+    Raises :class:`CheckpointError` for damaged files, for tensors of another model, and for PEFT features beyond plain
+    LoRA.
     """
     config = _read_config(folder)
     for key, neutral in _NEUTRAL.items():
@@ -108,7 +108,7 @@ def read_peft(folder: Path, base: ModelConfig) -> Adapter:
 def write_peft(folder: Path, adapter: Adapter, *, overwrite: bool = False) -> None:
     """Write ``adapter`` as the new ``folder``, completely or not at all.
 
-    Raises :class:`ConfigError` for a family or experts whose adapters PEFT's files cannot have, and
+    Raises :class:`ConfigError` for a family or experts with adapters that PEFT's files cannot represent, and
     :class:`CheckpointError` if the folder exists or cannot be written.
     """
     lora = adapter.model.lora

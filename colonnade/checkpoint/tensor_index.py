@@ -22,7 +22,7 @@ DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (
 
 
 class Piece(Config):
-    """One saved box of a tensor: a chunk, in the words of torch.distributed.checkpoint."""
+    """One saved box of a tensor: a chunk, in the terms of torch.distributed.checkpoint."""
 
     offsets: tuple[int, ...]
     """Where it begins in the whole tensor."""
@@ -58,14 +58,14 @@ class Index(Config):
         for key, entry in index.tensors.items():
             if sum(math.prod(piece.sizes) for piece in entry.pieces) != math.prod(entry.shape):
                 raise CheckpointError(f"{file} does not list all pieces of {key}; use another checkpoint")
-            if len({piece.offsets for piece in entry.pieces}) < len(entry.pieces):
-                raise CheckpointError(f"{file} lists a piece of {key} twice; use another checkpoint")
             for piece in entry.pieces:
                 if not _is_inside(piece, entry.shape) or not piece.file.startswith(f"{split_key(key)[0]}-"):
                     raise CheckpointError(
                         f"{file} lists a piece {piece.sizes} at {piece.offsets} in {piece.file} of '{key}' "
                         f"{entry.shape}, which does not fit; use another checkpoint"
                     )
+            if _overlap(entry.pieces):  # so that something else is missing
+                raise CheckpointError(f"{file} lists a part of {key} twice; use another checkpoint")
         return index
 
 
@@ -79,3 +79,19 @@ def _is_inside(piece: Piece, shape: tuple[int, ...]) -> bool:
     if not len(piece.offsets) == len(piece.sizes) == len(shape):
         return False
     return all(a >= 0 and n > 0 and a + n <= size for a, n, size in zip(piece.offsets, piece.sizes, shape, strict=True))
+
+
+def _overlap(pieces: list[Piece]) -> bool:
+    """Whether two pieces have an element in common."""
+    ordered = sorted(pieces, key=lambda piece: piece.offsets)
+    for i, piece in enumerate(ordered):
+        for other in ordered[i + 1 :]:
+            apart = [
+                a + n <= b or b + m <= a
+                for a, n, b, m in zip(piece.offsets, piece.sizes, other.offsets, other.sizes, strict=True)
+            ]
+            if not any(apart):
+                return True
+            if apart[0]:  # so are those after it
+                break
+    return False

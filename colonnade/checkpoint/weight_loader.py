@@ -1,7 +1,7 @@
 """Loads the weights of foreign files into a model: each rank reads, casts and assigns its own boxes.
 
 :class:`WeightLoader` compares all names and shapes when a file is opened, so that a wrong or damaged one is refused
-before a model of its size is allocated. Then the parameters are read one at a time: beside the model only one
+before a model of its size is allocated. Then the parameters are read one at a time: apart from the model only one
 parameter's shard is in memory, never a second model.
 """
 

@@ -1,8 +1,8 @@
 """Mapping of our parameters to the tensors of Hugging Face folders and GGUF files.
 
 Our parameters are cut into *boxes* (one half-open range per dimension): tensor parallelism shards one dimension, FSDP
-may shard another. A :class:`ParamMapping` knows the names and the row order under which foreign files store one of our
-parameters; ``read`` reads one box of it, ``write`` converts the whole parameter to their tensors.
+may shard another. A :class:`ParamMapping` describes the names and the row order under which foreign files store one of
+our parameters; ``read`` reads one box of it, ``write`` converts the whole parameter to their tensors.
 
     ParamMapping    the same tensor under another name, optionally transposed (GPT-2's Conv1D stores (in, out))
     SplitQKV        query, key and value in three tensors; ours interleaves them by key/value head
@@ -34,7 +34,7 @@ Box = tuple[tuple[int, int], ...]
 
 
 class TensorSource(Protocol):
-    """A file or folder of foreign tensors, of which any box can be read."""
+    """A file or folder of foreign tensors that can read any box of a tensor."""
 
     @property
     def shapes(self) -> Mapping[str, Shape]:
@@ -51,7 +51,7 @@ class TensorSource(Protocol):
 
 
 class QuantisedTensorSource(TensorSource, Protocol):
-    """A source of which some tensors are quantised in forms that our kernels multiply."""
+    """A source with some tensors in quantised forms that our kernels multiply."""
 
     def form(self, name: str) -> StoredFormat | None:
         """The form of tensor ``name``; None if it is read as a dense one."""
@@ -94,7 +94,7 @@ class ParamMapping:
         return mapping
 
     def shapes(self, shape: Shape, config: ModelConfig) -> dict[str, Shape]:
-        """Names and shapes of their tensors, when our parameter has ``shape``."""
+        """Names and shapes of the file's tensors, when our parameter has ``shape``."""
         return {self.names[0]: shape[::-1] if self.transposed else shape}
 
     def read(self, source: TensorSource, box: Box, config: ModelConfig) -> Tensor:
@@ -103,7 +103,7 @@ class ParamMapping:
 
     @property
     def keeps_inputs_last(self) -> bool:
-        """Whether their tensors have our rows, so that quantised ones can be kept."""
+        """Whether the file's tensors have our rows, so that quantised ones can be kept."""
         return not self.transposed
 
     def read_quantised(

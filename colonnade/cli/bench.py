@@ -42,7 +42,7 @@ def bench(
     Args:
         model: The model that decodes.
         weights: Weight formats to measure.
-        seconds: Time for measuring; loading the model for each format comes on top.
+        seconds: Time for measuring; loading the model for each format takes additional time.
         device: auto: a GPU if there is one.
         plot: File for the roofline plot: .svg, .png or .pdf.
         as_json: Print JSON instead of tables.
@@ -51,7 +51,7 @@ def bench(
     if not 0 < seconds <= 86_400:
         raise ConfigError(f"--seconds {seconds:g} is not over 0 and at most 86400")
     if not weights:
-        raise ConfigError(f"--weights is empty; give some of {', '.join(get_args(Weights))}")
+        raise ConfigError(f"--weights is empty; list some of {', '.join(get_args(Weights))}")
     if plot and plot.suffix not in PLOT_SUFFIXES:
         raise ConfigError(f"--plot {plot} has no supported image format; end it in {', '.join(PLOT_SUFFIXES)}")
     if plot and not plot.parent.is_dir():

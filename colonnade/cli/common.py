@@ -31,7 +31,7 @@ PROGRESS_INTERVAL_S = 10.0
 
 @contextmanager
 def progress_status(text: str) -> Iterator[Callable[[str], object]]:
-    """Show what runs: a spinner on a terminal, else a line at the start and then at intervals.
+    """Show what runs: a spinner on a terminal, otherwise a line at the start and then at intervals.
 
     Yields a function that replaces the text.
     """
@@ -55,7 +55,7 @@ def progress_status(text: str) -> Iterator[Callable[[str], object]]:
 
 
 class LogConsole(Console):
-    """A console that survives a closed pipe: a server must not end because its log is no longer read."""
+    """A console that survives a closed pipe: a server must not exit because its log is no longer read."""
 
     def on_broken_pipe(self) -> None:
         """Silence the output instead of exiting as rich does; redirect the file, whose last flush would fail at
@@ -111,7 +111,7 @@ class PlacementArgs:
 
     plan: RankArgs = RankArgs()
     device: Device = "auto"
-    """auto: a GPU for each rank if there are enough, otherwise the CPU."""
+    """auto: one GPU per rank if there are enough, otherwise the CPU."""
     dtype: DType = "auto"
     """auto: float32 on a CPU, bfloat16 on a GPU."""
     experts: ExpertsConfig = AS_TRAINED

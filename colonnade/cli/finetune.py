@@ -42,11 +42,11 @@ class FinetuneArgs:
     data: Path
     """A JSON Lines file; docs/howto/finetune.md describes its rows."""
     method: str = "sft"
-    """sft: train on the assistant's messages in conversations. dpo: prefer the chosen of two answers. grpo: sample
-    answers and reinforce those with a high reward. embed: train similar embeddings for texts that belong together.
+    """sft: train on the assistant's messages in conversations. dpo: prefer the chosen of two completions. grpo: sample
+    completions and reinforce those with a high reward. embed: train similar embeddings for texts that belong together.
     classify, choice and span are for encoders; colonnade finetune --method span --help lists their flags."""
     held_out: Path | None = None
-    """A file of the same form for validation."""
+    """A file in the same format for validation."""
     name: str = ""
     """Name of the run's folder within runs; by default the method."""
     runs: Path = Path("runs")
@@ -70,7 +70,7 @@ def _tune(args: FinetuneArgs, flags: Collection[str]) -> None:
     """Methods whose rows are conversations or preferences."""
     check_method_settings(args.method, [name.removeprefix("tune.") for name in flags if name.startswith("tune.")])
     if {"tune.epochs", "train.steps"} <= set(flags):
-        raise ConfigError("--tune.epochs and --train.steps both set the length of the run; leave one out")
+        raise ConfigError("--tune.epochs and --train.steps both set the length of the run; remove one of them")
     derived = [name for name in ("steps", "log_every") if f"train.{name}" not in flags]
     with progress_status(f"reading {args.data}") as report:
         from colonnade.tune.tuner import Tuner, tuned_run  # imports torch, which takes seconds

@@ -28,7 +28,7 @@ def look(
 
     Args:
         model: The model to look into.
-        port: The port of the page; 0 takes any free one.
+        port: The port of the page; 0 picks a free one.
         placement: Where the model runs.
     """
     refuse_torchrun("look")

@@ -27,7 +27,7 @@ def data(out: Path = Path("speech-data"), train: int = 1600, test: int = 60, see
         train: Sentences to train on.
         test: Sentences to test on; their voices and texts are not in training.
         seed: Seed of the sentences and voices.
-        workers: Processes that speak; texts and voices do not depend on it.
+        workers: Processes that synthesise; texts and voices do not depend on it.
     """
     from colonnade.speech.data import make_data
 
@@ -59,12 +59,12 @@ def train(
         preset: speech-tiny uses audio; speech-tiny-av also uses mouths, drawn from the recordings' phonemes; av-small
             and av-large do so with ResNets of 15 million parameters, and have 34 and 381 million in all;
             conformer-tiny is a cache-aware Conformer for audio.
-        pretrained: A recogniser to begin with, of this preset's shapes, or a folder in Hugging Face's format of
-            model_type nemotron_asr_streaming, which is then trained as it is.
+        pretrained: A recogniser to start from, with this preset's shapes, or a folder in Hugging Face's format of
+            model_type nemotron_asr_streaming, which keeps its own shapes.
         steps: Training steps.
         batch: Recordings per step.
         lr: Peak learning rate.
-        seed: Of the weights, the order and the noise.
+        seed: Seed of the weights, the order and the noise.
         save_every: Steps between checkpoints.
         clean: Steps before the first noise; letters are learned faster without noise.
         noises: Folder of noise recordings, used in addition to babble, white and pink noise.
@@ -75,13 +75,14 @@ def train(
         lookaheads: Lengths of look-ahead to train besides the preset's, such as 0 4 [frames of 40 ms].
     """
     from colonnade.config.speech import SPEECH_PRESETS
+    from colonnade.speech.data import read_manifest
     from colonnade.speech.fit import Corpus, FitSettings, fit, word_error_rate
     from colonnade.speech.model import SpeechModel
     from colonnade.speech.nemotron import is_nemotron, read_config
 
     def log(step: int, loss: float) -> None:
         if step % 50 == 0:
-            console.print(f"step {step:,}: loss {loss:.3f} a letter", soft_wrap=True)
+            console.print(f"step {step:,}: loss {loss:.3f} per letter", soft_wrap=True)
 
     config = SPEECH_PRESETS[preset].replace(segments=segments, lookaheads=lookaheads)
     if pretrained is not None and is_nemotron(pretrained):
@@ -90,12 +91,17 @@ def train(
         steps=steps, batch=batch, lr=lr, seed=seed, save_every=save_every, clean=clean, noises=noises, augment=augment,
         pretrained=pretrained,
     )  # fmt: skip
+    has_tests = any(one.split == "test" for one in read_manifest(data))
+    tests = Corpus(data, config, "test") if has_tests else None  # what is wrong with them shows before the training
     checkpoint = fit(config, data, run, settings, log)
-    model, corpus = SpeechModel.load(checkpoint), Corpus(data, config, "test")
-    for pictures in (False, True) if config.picture else (False,):
-        what = "sound and drawn mouths" if pictures else "sound"
-        rates = [f"{word_error_rate(model, corpus, snr, pictures):.1%}" for snr in (None, 5.0, -5.0)]
-        console.print(f"word errors, {what}: clean {rates[0]}, 5 dB {rates[1]}, -5 dB {rates[2]} of babble")
+    model = SpeechModel.load(checkpoint)
+    if tests is None:
+        console.print(f"no word errors: {data} has no recordings of the split test", soft_wrap=True)
+    else:
+        for pictures in (False, True) if config.picture else (False,):
+            what = "sound and drawn mouths" if pictures else "sound"
+            rates = [f"{word_error_rate(model, tests, snr, pictures):.1%}" for snr in (None, 5.0, -5.0)]
+            console.print(f"word errors, {what}: clean {rates[0]}, 5 dB {rates[1]}, -5 dB {rates[2]} of babble")
     console.print(f"{checkpoint}", soft_wrap=True)
 
 
@@ -109,7 +115,7 @@ def demo(
         sentences: Sentences to train on.
         tests: Sentences to test on.
         steps: Training steps.
-        seed: Of the weights, the order and the noise.
+        seed: Seed of the weights, the order and the noise.
     """
     from colonnade.speech.demo import demo as run
     from colonnade.speech.fit import FitSettings
@@ -135,7 +141,7 @@ def listen(
         segment: Length of the segments that are recognised at once, among those trained [frames of 40 ms]; by default
             the preset's.
         lookahead: Length of audio after a segment that is waited for, among those trained [frames of 40 ms].
-        crop: Use the pictures of a film, too: mouth or face finds the face and cuts out this part, none uses the whole
+        crop: Also use the pictures of a video: mouth or face finds the face and crops this part, none uses the whole
             picture. The face detector needs pip install --no-deps facenet-pytorch==2.6.0.
         beam: Number of hypotheses of a beam search, such as 10; text appears when all agree. By default greedy search.
     """
@@ -177,10 +183,10 @@ def serve(
     Args:
         recogniser: The model.
         host: Address to listen on.
-        port: TCP port; 0 is any free one.
+        port: TCP port; 0 picks a free one.
         streams: Maximum number of simultaneous connections; further ones are refused.
-        keys: File of API keys, as of colonnade serve.
-        api_key: One API key without limits. Better in the environment variable COLONNADE_API_KEY.
+        keys: File of API keys, as for colonnade serve.
+        api_key: One API key without limits. Preferably set the environment variable COLONNADE_API_KEY.
         drain_s: Time for running streams to end after SIGTERM or Ctrl-C [s].
         origins: Origins of other pages that may use the server from a browser, such as https://chat.example.com; * for
             all.
@@ -222,7 +228,7 @@ def align(
     Args:
         recogniser: The model.
         file: A recording.
-        text: What is said in it.
+        text: The text spoken in it.
     """
     from colonnade.speech.audio import load_audio
     from colonnade.speech.model import SpeechModel

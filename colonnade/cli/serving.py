@@ -65,7 +65,7 @@ class GenerateArgs(SamplingArgs):
     length_penalty: float = 1.0
     """A text's log-probability is divided by its number of tokens to this power before beams are compared."""
     source_lang: str | None = None
-    """The language of the prompt, for a model that translates between languages (eng_Latn)."""
+    """The language of the prompt, for a translation model (eng_Latn)."""
     target_lang: str | None = None
     """The language to translate into."""
 
@@ -79,7 +79,7 @@ class CacheArgs:
     weight_group: WeightGroup = 64
     """Inputs that share a scale (int4)."""
     cache: CacheKind = "stored"
-    """Keys and values in the dtype (stored), or in 8 bits: float8, for latent attention (DeepSeek) also int8."""
+    """Keys and values in the dtype (stored), or in 8 bits: float8, or int8 for latent attention (DeepSeek)."""
     page_tokens: int | None = None
     """Tokens in one page of the cache; None: 16, on a GPU 64."""
     pages: int | None = None
@@ -139,20 +139,25 @@ def generate(
 
 def _runs_package(model: str, trust: bool, *, ours: bool) -> bool:
     """Whether ``model`` is an exported package; ``ours``: no flag sets an option that a package cannot change."""
-    package = (Path(model) / "package.json").is_file()  # not package_format.is_package, which imports torch
+    package = os.path.isfile(f"{model}/package.json")  # noqa: PTH113 - False if it may not be read; without torch
     if trust and not package:
-        raise ConfigError(f"--trust is for packages that colonnade export wrote, and {model} is not one; leave it out")
+        raise ConfigError(
+            f"--trust is for packages that colonnade export wrote, and there is no {model}/package.json; check "
+            "the path, or remove --trust"
+        )
     if package and not ours:
         raise ConfigError(
-            f"{model} is an exported package, which runs as it was exported: leave --plan, --device, --dtype, "
-            "--experts, --serve and --int8 out, or give the model that it was made from"
+            f"{model} is an exported package, which runs as it was exported; remove --plan, --device, --dtype, "
+            "--experts, --serve and --int8, or use the model that it was made from"
         )
     return package
 
 
 def _with_int8(config: ServeConfig, int8: bool) -> ServeConfig:
     if int8 and config.weights not in ("stored", "int8_dynamic"):
-        raise ConfigError(f"--int8 is --serve.weights int8_dynamic, and --serve.weights is {config.weights}; give one")
+        raise ConfigError(
+            f"--int8 is --serve.weights int8_dynamic, and --serve.weights is {config.weights}; use only one of them"
+        )
     return config.replace(weights="int8_dynamic") if int8 else config
 
 
@@ -206,7 +211,7 @@ def _with_environment_keys(config: ServeConfig) -> ServeConfig:
 
 
 def _serve_transcriptions(spec: "ModelSpec", config: ServeConfig) -> None:
-    """Serve a Whisper."""
+    """Serve a Whisper model."""
     try:
         from colonnade.serve.served_models import model_names
         from colonnade.speech.transcription_server import serve as run
@@ -225,8 +230,8 @@ def serve(
 ) -> None:
     """Serve models over HTTP with OpenAI's API: /v1/chat/completions, /v1/completions, or /v1/embeddings.
 
-    A Whisper model answers /v1/audio/transcriptions. Several models have an engine each; the "model" of a request, the
-    last part of the model's path, selects one. Encoders answer /v1/embeddings, /v1/score and /v1/rerank, classifiers
+    A Whisper model serves /v1/audio/transcriptions. Several models have one engine each; the "model" of a request, the
+    last part of the model's path, selects one. Encoders serve /v1/embeddings, /v1/score and /v1/rerank, classifiers
     /classify; --serve.task embed serves the embeddings of a model that also generates text.
 
     Args:
@@ -238,11 +243,11 @@ def serve(
     refuse_torchrun("serve")
     serve = _with_int8(_with_environment_keys(serve), int8)
     if not models:
-        raise ConfigError("there is no model to serve; give one or several, such as: colonnade serve smollm2")
+        raise ConfigError("there is no model to serve; name one or more, such as: colonnade serve smollm2")
     if serve.look and (serve.admin_key is None or serve.upstreams):
         raise ConfigError(
             "serve.look shows the model to whoever has the admin key, and needs an admin key and a local model; set "
-            "COLONNADE_ADMIN_KEY, and leave --serve.upstreams out"
+            "COLONNADE_ADMIN_KEY, and remove --serve.upstreams"
         )
     specs = [placement.spec(model, serve) for model in models]
     if len(specs) == 1 and not serve.upstreams and specs[0].reads_audio():

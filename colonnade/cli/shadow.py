@@ -19,11 +19,11 @@ COLUMNS = ("route", "requests", "differ", "unanswered", "common prefix", "least 
 def shadow(
     file: Annotated[Positional[Path], arg(metavar="FILE")], max_differ: float = 0.0, min_cosine: float = 0.999
 ) -> None:
-    """Summarise the comparisons that a server with --serve.shadow has logged; exits 1 if too many answers differ.
+    """Summarise the comparisons that a server with --serve.shadow has logged; exits 1 if too many responses differ.
 
     Args:
         file: The log (--serve.shadow_log).
-        max_differ: Share of the answers that may differ in status, text or class, or be missing.
+        max_differ: Share of the responses that may differ in status, text or class, or be missing.
         min_cosine: Embeddings with a smaller cosine count as different.
     """
     from colonnade.serve.shadow_comparison import summarise
@@ -34,9 +34,11 @@ def shadow(
         with file.open(encoding="utf-8") as lines:
             summaries = summarise(_comparisons(file, lines), min_cosine)
     except OSError as error:
-        raise ConfigError(f"{file}: {error.strerror}; give the file of --serve.shadow_log") from None
+        raise ConfigError(f"{file}: {error.strerror}; use the file written by --serve.shadow_log") from None
     if not summaries:
-        raise ConfigError(f"{file} has no comparisons; give the file of --serve.shadow_log, or wait for requests")
+        raise ConfigError(
+            f"{file} has no comparisons; use the file written by --serve.shadow_log, or wait for requests"
+        )
     table = Table(*COLUMNS, box=None)
     for column in table.columns[1:]:
         column.justify = "right"
@@ -46,7 +48,7 @@ def shadow(
     requests, differ = (sum(getattr(each, name) for each in summaries.values()) for name in ("requests", "differ"))
     if differ > max_differ * requests:
         raise ConfigError(
-            f"{differ:,} of {requests:,} answers differ ({differ / requests:.1%}), more than --max_differ "
+            f"{differ:,} of {requests:,} responses differ ({differ / requests:.1%}), more than --max_differ "
             f"{max_differ:g} allows; compare both servers' models, dtypes and settings"
         )
 
@@ -58,5 +60,5 @@ def _comparisons(file: Path, lines: Iterator[str]) -> Iterator[dict]:
         except (ValueError, RecursionError):
             it = None
         if not isinstance(it, dict) or not it.keys() >= FIELDS:
-            raise ConfigError(f"{file}, line {number} is not a comparison; give the file of --serve.shadow_log")
+            raise ConfigError(f"{file}, line {number} is not a comparison; use the file written by --serve.shadow_log")
         yield it

@@ -29,11 +29,11 @@ def demo(folder: Path = Path("runs/demo"), port: int = 0) -> None:
 
     Args:
         folder: Folder for the corpus and the run; an existing one is replaced.
-        port: TCP port of the server; 0 takes a free one.
+        port: TCP port of the server; 0 picks a free one.
     """
     refuse_torchrun("demo")
     if not 0 <= port < 1 << 16:
-        raise ConfigError(f"--port {port} is not from 0 to 65535; 0 takes a free one")
+        raise ConfigError(f"--port {port} is not from 0 to 65535; 0 picks a free one")
     from colonnade.demo import demo as run
 
     run(folder, port)
@@ -115,7 +115,7 @@ def _train(args: TrainArgs, follows: Callable[[RunConfig], str] = lambda _: "") 
             check_data(run, feed)
         if is_main_process():
             if not has_corpus:
-                console.print(f"{run.data.path} is not a corpus yet: the vocabulary is the model's own", soft_wrap=True)
+                console.print(f"{run.data.path} is not a corpus yet: using the model's own vocabulary", soft_wrap=True)
             show_run(run, follows(run))
             if has_corpus or not run.train.pretrained_checkpoint:  # otherwise the model is not known yet
                 console.print(_resolved_summary(run), soft_wrap=True)
@@ -133,7 +133,7 @@ def exit_if_stopped(summary: "Summary") -> None:
     """Exit with the signal's code if one ended the run."""
     if summary.stopped:
         if is_main_process():
-            message = f"stopped by {summary.stopped}; the same command continues from {summary.checkpoint}"
+            message = f"stopped by {summary.stopped}; the same command resumes from {summary.checkpoint}"
             console.print(message, soft_wrap=True)
         sys.exit(128 + signal.Signals[summary.stopped])
 
@@ -147,7 +147,7 @@ def _resolved_summary(run: RunConfig) -> str:
     device = "cuda" if run.train.cuda_graph else run.device
     device = choose_device(run.plan, device) if device == "auto" else device
     most = max(sum(estimate(run, device, rank).device.values()) for rank in range(run.plan.pp))
-    return f"on {device}: {precision_summary(run.resolved(device).train)}; memory estimate: {format_bytes(most)} a rank"
+    return f"on {device}: {precision_summary(run.resolved(device).train)}; memory: about {format_bytes(most)} per rank"
 
 
 def distill(args: Annotated[TrainArgs, arg(name="")]) -> None:
@@ -233,13 +233,13 @@ def _check_sections(model: ModelConfig, flags: Collection[str]) -> None:
     incomplete = {name: flag for name in absent for flag in flags if flag.startswith(f"model.{name}.")}
     if (flag := incomplete.pop("moe", None)) and "model.moe.experts" not in flags:
         raise ConfigError(
-            f"--{flag} is about experts, and this model has none; set their number with --model.moe.experts, or use a "
-            "preset with experts (--preset tour-moe)"
+            f"--{flag} applies to experts, and this model has none; set their number with --model.moe.experts, or use "
+            "a preset with experts (--preset tour-moe)"
         )
     for name, other in incomplete.items():
         raise ConfigError(
-            f"--{other} belongs to a part that this model does not have; use a preset that has it, or put the complete "
-            f"table [model.{name}] into a file for --config"
+            f"--{other} belongs to a part that this model does not have; use a preset that has it, or put the "
+            f"complete table [model.{name}] in a file for --config"
         )
 
 

@@ -35,7 +35,7 @@ def transcribe(
     from colonnade.speech.transcript import write_transcript
 
     if words and format != "json":
-        raise ConfigError(f"--words needs --format json, and it is {format}")
+        raise ConfigError(f"--words needs --format json, not {format}")
     samples = load_audio(file)
     transcriber = Transcriber(api.load(model, device="cpu"), language, words=words)
     text = write_transcript(list(transcriber.transcribe(samples)), format)

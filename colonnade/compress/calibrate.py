@@ -1,4 +1,4 @@
-"""Calibration: the statistics of each matrix's inputs over some texts, one block at a time.
+"""Calibration: the statistics of each matrix's inputs over some text, one block at a time.
 
     H = (2/N) Σ x xᵀ,   mean|x|,   max|x|           of N rows x that enter the matrix
 
@@ -210,7 +210,7 @@ class BlockRunner:
         return tree_sum(map(of, self._slots), lambda a, b: a + b).over(self.dp)
 
     def advance(self, layer: int) -> None:
-        """Replace the texts' activations by the outputs of block ``layer``."""
+        """Replace the texts' activations with the outputs of block ``layer``."""
         self._slots = [
             [(stream, attend, self._run(layer, stream, attend, x_TD)) for stream, attend, x_TD in slot]
             for slot in self._slots

@@ -52,11 +52,11 @@ class Compression(Config):
     (:mod:`~colonnade.compress.sparse24`)."""
     by: Literal["gptq", "fold", "nearest"] = "gptq"
     """gptq compensates each weight's rounding error in those not rounded yet; fold only scales inputs before rounding
-    (AWQ for int4, SmoothQuant for int8_dynamic); both need texts. nearest rounds each weight separately."""
+    (AWQ for int4, SmoothQuant for int8_dynamic); both need calibration text. nearest rounds each weight separately."""
     weight_group: WeightGroup = 64
     """int4: consecutive inputs that share a scale."""
     word: Literal[18, 24, 32] = 18
-    """ternary: weights per 16-bit word, of which at most 4, 3 and 3 are nonzero."""
+    """ternary: weights per 16-bit word; at most 4, 3 and 3 of them are nonzero."""
     grid: GridKind = "affine"
     """int4: a low value per group (affine), an integer zero point per group (zero), or the zero point 8 (symmetric)."""
     fold: bool = True
@@ -81,15 +81,12 @@ def compress(
 
     Several ranks share texts over dp and experts over ep; each passes all ``texts``, and the result is bitwise that of
     one process. ``progress(done, of)`` is called after each block. Raises :class:`ConfigError` for a model that is
-    quantised already or that cannot be, :class:`PlanError` for another layout, and :class:`DataError` for too few or
-    unusable texts.
+    already quantised or that cannot be, :class:`PlanError` for any other layout, and :class:`DataError` for too little
+    or unusable text.
     """
     _check(model, compression)
-    if compression.by == "fold" and compression.weights not in FOLDED:
-        raise ConfigError(
-            f"there is no rule to fold scales for {compression.weights}, only for {' and '.join(FOLDED)}; use "
-            "--by gptq or nearest"
-        )
+    if compression.by == "fold":
+        check_fold(compression.weights)
     kind = compression.weights
     modules = quantisable_modules(model)
     if kind == "ternary":
@@ -116,6 +113,15 @@ def compress(
     for name in (name for name in modules if not name.startswith("blocks.")):  # the output projection
         hessian = None if compression.by == "fold" else runner.hidden_moments().hessian
         _assign(model, name, _rounding(hessian, compression), kind)
+
+
+def check_fold(weights: Weights) -> None:
+    """Raise :class:`ConfigError` unless there is a rule to fold scales for ``weights``."""
+    if weights not in FOLDED:
+        raise ConfigError(
+            f"there is no rule for folding scales for {weights}, only for {' and '.join(FOLDED)}; use --by gptq or "
+            "nearest"
+        )
 
 
 def modules_inputs(model: Transformer) -> int:
@@ -161,7 +167,7 @@ def _assign(model: Transformer, name: str, quantise: Quantiser, kind: Weights, w
     value = module.get_parameter(part).detach()
     if not value.isfinite().all():
         raise CheckpointError(
-            f"the weight '{name}' is not finite and cannot be put into {kind}; use another checkpoint"
+            f"the weight '{name}' is not finite and cannot be quantised to {kind}; use another checkpoint"
         )
     if isinstance(module, Experts):
         numbers = range(len(value)) if whole is None else whole.experts(len(value))
@@ -189,7 +195,7 @@ def _assign(model: Transformer, name: str, quantise: Quantiser, kind: Weights, w
 def _check(model: Transformer, compression: Compression) -> None:
     if (already := quantised_kind(model)) is not None:
         raise ConfigError(
-            f"this model's weights are in {already} already; compress the model that it was made from (in Python, "
+            f"this model's weights are already in {already}; compress the model that it was made from (in Python, "
             "weights='dense' loads it dequantised)"
         )
     check_ranks(model)
@@ -198,7 +204,7 @@ def _check(model: Transformer, compression: Compression) -> None:
         return
     for name, (_count, _outputs, inputs) in quantisable_shapes(model).items():
         if name.startswith("blocks.") and inputs % OF:
-            raise ConfigError(f"sparse24 takes inputs in fours, and '{name}' has {inputs}; use --weights int4")
+            raise ConfigError(f"sparse24 needs inputs in groups of four, and '{name}' has {inputs}; use --weights int4")
 
 
 def _check_texts(inputs: int, compression: Compression, texts: Sequence[Tensor]) -> None:
@@ -206,5 +212,5 @@ def _check_texts(inputs: int, compression: Compression, texts: Sequence[Tensor])
     if tokens < needed:
         raise DataError(
             f"the calibration texts have {tokens:,} tokens, and a matrix of {inputs:,} inputs needs at least "
-            f"{needed:,}; raise --tokens, give more text, or take --by nearest, which needs none"
+            f"{needed:,}; raise --tokens, use more text, or use --by nearest, which needs none"
         )

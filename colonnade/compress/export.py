@@ -1,7 +1,7 @@
 """Exports a model to a package of native code, by ``torch.export`` and AOTInductor.
 
 The graph is the model's own forward pass with a cache of fixed shape (:mod:`colonnade.model.static_attend`) and the
-reference kernels, which Inductor fuses by itself. :mod:`colonnade.checkpoint.package_format` describes the folder, and
+reference kernels, which Inductor fuses. :mod:`colonnade.checkpoint.package_format` describes the folder, and
 :mod:`colonnade.serve.package` runs it.
 """
 
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.export import Dim
 
@@ -32,7 +33,7 @@ from colonnade.checkpoint.package_format import (
 from colonnade.compress.pt2e import InputScales, check_torchao, passes, quantise_program
 from colonnade.config import ModelConfig
 from colonnade.data.tokenizer import Tokenizer
-from colonnade.errors import ConfigError
+from colonnade.errors import CheckpointError, ConfigError
 from colonnade.kernels.experts.gathered import all_experts, gathered_experts
 from colonnade.kernels.experts.reference import Weights
 from colonnade.model import Rows, Stream, Transformer
@@ -57,25 +58,45 @@ def export(
     overwrite: bool = False,
     progress: Callable[[str], object] = lambda _what: None,
 ) -> PackageInfo:
-    """Write ``model`` as a package for texts of up to ``context`` tokens; returns its metadata.
+    """Write ``model`` as a package for sequences of up to ``context`` tokens; returns its metadata.
 
     ``prefill``: tokens of a prompt in one pass, at most. With ``pt2e`` linear layers have 8 bits
     (:mod:`colonnade.compress.pt2e`); static scales need ``texts``, int64 token ids (T,) of at least ``prefill`` tokens.
     The model's modules are changed and cannot train afterwards. Raises :class:`ConfigError` for models and sizes that
     cannot be exported and without a C++ compiler, and :class:`CheckpointError` if ``out`` exists, with ``overwrite`` if
-    it is no package.
+    it is not a package.
     """
-    config = model.config
-    check_export(config, context, prefill)
-    dtype = next(model.parameters()).dtype
-    dtype_name = str(dtype).removeprefix("torch.")
+    check_export(model.config, context, prefill)
     if pt2e is not None:
-        check_pt2e(dtype_name)
+        check_pt2e(str(next(model.parameters()).dtype).removeprefix("torch."))
     texts = [text[:context] for text in texts if len(text) >= prefill]
     if pt2e == "static" and not texts:
-        raise ConfigError(f"static scales need a text of at least {prefill} tokens; give one, or use --pt2e dynamic")
+        raise ConfigError(
+            f"static scales need a text of at least {prefill} tokens; use a longer one, or use --pt2e dynamic"
+        )
     check_out(out, overwrite)
     atomic_folder.create_partial(out, overwrite)
+    try:
+        return _write(model, tokenizer, out, context, prefill, pt2e, texts, progress)
+    except BaseException as why:
+        atomic_folder.remove_partial(out)
+        if isinstance(why, OSError | SafetensorError):
+            raise CheckpointError(f"{out} cannot be written: {why}; check the folder and its free space") from why
+        raise
+
+
+def _write(
+    model: Transformer,
+    tokenizer: Tokenizer | None,
+    out: Path,
+    context: int,
+    prefill: int,
+    pt2e: InputScales | None,
+    texts: Sequence[Tensor],
+    progress: Callable[[str], object],
+) -> PackageInfo:
+    """Write the package to the partial folder, and put that in its place."""
+    config, dtype = model.config, next(model.parameters()).dtype
     partial = atomic_folder.partial_path(out)
     step, slots = step_module(model), context + prefill
     cache = [torch.zeros(slots, *cache_row(config), dtype=dtype) for _ in range(config.layers)]
@@ -85,7 +106,7 @@ def export(
         constants |= _compile(step, tokens, cache, partial / name, pt2e, texts)
     atomic_folder.write_tensors(partial / WEIGHTS, {name: t.detach().contiguous() for name, t in constants.items()})
     info = PackageInfo(
-        context=context, prefill=prefill, dtype=dtype_name, cache_row=cache_row(config),
+        context=context, prefill=prefill, dtype=str(dtype).removeprefix("torch."), cache_row=cache_row(config),
         pt2e=pt2e, model=config, processor=Processor.here(),
     )  # fmt: skip
     atomic_folder.write_json(partial / PACKAGE, info.model_dump(mode="json"))
@@ -110,10 +131,10 @@ def check_export(config: ModelConfig, context: int, prefill: int) -> None:
             "--prefill is at least 2 and at most --context, which is at most that"
         )
     if not any(shutil.which(name) for name in ("g++", "c++", "clang++")):
-        raise ConfigError("export compiles C++, and there is no g++ here; install it (apt-get install g++)")
+        raise ConfigError("export compiles C++, and g++ was not found; install it (apt-get install g++)")
     if (version := tuple(int(n) for n in torch.__version__.split(".")[:2])) < TORCH:
         raise ConfigError(
-            f"export needs torch {TORCH[0]}.{TORCH[1]}, and this is {version[0]}.{version[1]}, whose compiler crashed "
+            f"export needs torch {TORCH[0]}.{TORCH[1]}, and this is {version[0]}.{version[1]}, whose compiler crashes "
             "on such programs; upgrade torch"
         )
 
@@ -121,7 +142,7 @@ def check_export(config: ModelConfig, context: int, prefill: int) -> None:
 def check_pt2e(dtype: str) -> None:
     """Raise :class:`ConfigError` unless a model of this dtype can be quantised while it is exported."""
     if dtype != "float32":
-        raise ConfigError(f"--pt2e rounds float32 weights, not {dtype}; leave --dtype out")
+        raise ConfigError(f"--pt2e rounds float32 weights, not {dtype}; remove --dtype")
     check_torchao()
 
 
@@ -135,7 +156,7 @@ def step_module(model: Transformer) -> "_Step":
             module.kernels = "reference"  # type: ignore[assignment]
     theta = model.__dict__.pop("_theta", None)
     if theta is not None:
-        # Inductor renames the constants that are no buffers, and compiles in only those of up to 8 values.
+        # Inductor renames the constants that are not buffers, and compiles in only those of up to 8 values.
         model.register_buffer("_theta", theta.contiguous(), persistent=False)
     return _Step(model)
 

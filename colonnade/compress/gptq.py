@@ -76,7 +76,7 @@ class TernaryGrid:
         return round_values(w_FC, self.rounding(columns_C))
 
     def rounding(self, columns_C: Tensor) -> Rounding:
-        """What the weights of columns can be."""
+        """The possible values of the weights of columns."""
         allowed_FC = self.allowed_FD[:, columns_C]
         return Rounding("ternary", self.scale_F1.expand(-1, len(columns_C)), None, allowed_FC)
 
@@ -134,7 +134,7 @@ def damped(hessian_DD: Tensor) -> Tensor:
     mean = h_DD.diagonal().mean()
     if not h_DD.isfinite().all():
         raise DataError(
-            f"the calibration texts give inputs that are not finite in a matrix of {len(h_DD)} inputs; "
+            f"the calibration text produces non-finite inputs for a matrix of {len(h_DD)} inputs; "
             "use another text, or --by nearest, which needs none"
         )
     return h_DD + torch.eye(len(h_DD), dtype=h_DD.dtype, device=h_DD.device) * (DAMPING * mean if mean > 0 else 1.0)

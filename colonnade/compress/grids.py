@@ -56,7 +56,7 @@ class Grid:
         return round_values(w_FC, self.rounding(groups_C))
 
     def rounding(self, groups_C: Tensor) -> Rounding:
-        """What the weights of columns can be that belong to ``groups_C``."""
+        """The possible values of the weights of columns that belong to ``groups_C``."""
         kind = "int8" if self.kind == "int8_dynamic" else self.kind
         return Rounding(kind, self.scale_FG[:, groups_C], self.low_FG[:, groups_C] if kind == "int4" else None)
 

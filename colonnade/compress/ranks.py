@@ -37,16 +37,14 @@ def check_ranks(model: Transformer) -> None:
     cut = {"tp": axes.tp.size, "cp": axes.cp.size, "pp": axes.pp.size, "etp": axes.experts.etp.size}
     if any(size > 1 for size in cut.values()):
         plan = ", ".join(f"{name}={size}" for name, size in cut.items() if size > 1)
-        raise PlanError(f"compression shares texts over dp and experts over ep only, and the plan has {plan}")
+        raise PlanError(f"compression shards text over dp and experts over ep only, and the plan has {plan}")
     check_count(axes.dp.size)
 
 
 def check_count(dp: int) -> None:
     """Raise :class:`PlanError` unless this number of ranks can share the texts."""
     if SLOTS % dp:
-        raise PlanError(
-            f"compression runs on 1, 2, 4 or {SLOTS} ranks of dp, not on {dp}; set --plan.dp to one of them"
-        )
+        raise PlanError(f"compression runs on 1, 2, 4 or {SLOTS} dp ranks, not on {dp}; set --plan.dp to one of these")
 
 
 def slots(texts: Sequence[T], dp: Axis) -> list[Sequence[T]]:
@@ -101,7 +99,7 @@ class WholeBlock:
         return weight._replace(values=values.view(weight.values.dtype), scales=scales)
 
     def gather_tensor(self, stack: Tensor) -> Tensor:
-        """The whole of a stack of which this rank has its experts."""
+        """The whole stack; this rank has only its own experts of it."""
         return self._gathered(stack.contiguous())
 
     def experts(self, count: int) -> range:

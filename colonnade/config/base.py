@@ -96,7 +96,7 @@ class Config(DerivingModel):
             for one in cast("tuple[object, ...]", value) if isinstance(value, tuple) else (value,):
                 problem = f"{type(self).__name__}.{name} is {short_repr(one)}: "
                 if isinstance(one, int) and abs(one) > MAX_INT:
-                    raise ConfigError(f"{problem}no setting goes beyond {MAX_INT:,}; lower it")
+                    raise ConfigError(f"{problem}no setting may exceed {MAX_INT:,}; lower it")
                 if isinstance(one, float) and not abs(one) <= MAX_FLOAT:
                     if name in self.MAY_BE_INFINITE and one == math.inf:
                         continue
@@ -106,7 +106,7 @@ class Config(DerivingModel):
     def replace(self, **changes: Any) -> Self:
         """A validated copy with these fields replaced and dependent fields derived (:mod:`colonnade.config.derive`).
 
-        A section that is passed whole (``moe=...``) is used as it is.
+        A section that is passed whole (``moe=...``) is used unchanged.
         """
         values: dict[str, Any] = dict(iter(self)) | changes  # dict(self) would call a field named keys
         sections: dict[str, dict[str, object]] = {}

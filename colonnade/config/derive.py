@@ -1,4 +1,4 @@
-"""Fields whose values follow from other fields when these change.
+"""Fields with values that follow from other fields when these change.
 
 A config class lists them in ``DERIVED_FIELDS``: the field, its source fields, and a function of the config before and
 after the change. ``Config.replace``, TOML files read on top of a preset and command-line flags all call :func:`derive`,
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 AnyModel = TypeVar("AnyModel", bound=BaseModel)
 
 UNCHANGED = object()
-"""Returned by a rule to leave its field as it is."""
+"""Returned by a rule to leave its field unchanged."""
 WIDTH_MULTIPLE = 16
 """A width that is a multiple of this stays one: tensor cores and float8 need it."""
 MAX_SOURCE = 1 << 32
@@ -42,7 +42,7 @@ class DerivedField:
 
 
 class DerivingModel(BaseModel):
-    """A pydantic model some of whose fields are derived from others."""
+    """A pydantic model with some fields derived from others."""
 
     DERIVED_FIELDS: ClassVar[tuple[DerivedField, ...]] = ()
     """In the order in which they are computed: a later rule sees what an earlier one derived."""
@@ -119,7 +119,7 @@ def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, object]:
 
 
 def nested_model(kind: type[BaseModel], name: str) -> type[BaseModel] | None:
-    """The config class of a field of ``kind``, optional or not; None for a field of another type."""
+    """The config class of a field of ``kind``, optional or not; None for a field of a different type."""
     if name not in kind.model_fields:
         return None
     annotation = kind.model_fields[name].annotation
@@ -143,7 +143,7 @@ def _is_set(field: str, changes: Mapping[str, object]) -> bool:
 
 
 def _get(config: object, path: str) -> object:
-    """The value at a dotted path; None where a section on the way is absent."""
+    """The value at a dotted path; None if a section on the path is absent."""
     for name in path.split("."):
         config = getattr(config, name, None)
     return config
@@ -178,7 +178,7 @@ def _family(was: "ModelConfig", now: "ModelConfig") -> object:
 
 
 def _kv_heads(was: "ModelConfig", now: "ModelConfig") -> object:
-    """As many query heads per key/value head as before; a few more where that does not divide."""
+    """As many query heads per key/value head as before; a few more if that does not divide."""
     limit = max(1, now.heads // was.group)
     return max(d for d in divisors(now.heads) if d <= limit)
 

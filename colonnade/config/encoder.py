@@ -8,17 +8,17 @@ from colonnade.config.base import MAX_DIM, Config
 
 
 class EncoderConfig(Config):
-    """The encoder beside a decoder; heads, widths, norms and activations are those of the decoder."""
+    """The encoder of an encoder–decoder; heads, widths, norms and activations are those of the decoder."""
 
     layers: int = Field(gt=0, le=1 << 20)
     """Encoder blocks."""
     ffn_width: int = Field(default=0, ge=0, le=MAX_DIM)
     """Hidden width of the encoder's feed-forward network; 0: the decoder's."""
     context: int = Field(default=512, gt=0, le=MAX_DIM)
-    """Longest source [tokens; for audio, frames after the convolutions]."""
+    """Maximum source length [tokens; for audio, frames after the convolutions]."""
     reads: Literal["tokens", "audio"] = "tokens"
     """tokens: sources are token ids, embedded by the decoder's table. audio: log-mel spectrograms, which two
-    convolutions turn into one vector for each two frames (Whisper)."""
+    convolutions turn into one vector per two frames (Whisper)."""
     start_token: int = Field(default=0, ge=0, le=MAX_DIM)
     """The token that begins every target."""
     languages: bool = False

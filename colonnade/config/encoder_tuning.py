@@ -19,11 +19,11 @@ class EncoderTuning:
     model: str
     """The encoder."""
     data: Path
-    """The training data; docs/howto/encoders.md describes the forms."""
+    """The training data; docs/howto/encoders.md describes the formats."""
     held_out: Path
-    """The development set, by which runs are compared."""
+    """The development set, on which runs are compared."""
     method: str = "classify"
-    """classify: texts or pairs of texts (MNLI, QQP). choice: one of several answers (RACE). span: SQuAD 1.1 and 2.0."""
+    """classify: texts or pairs of texts (MNLI, QQP). choice: one of several options (RACE). span: SQuAD 1.1 and 2.0."""
     test: Path | None = None
     """A test set, for the median run and the ensemble."""
     seeds: int = 5
@@ -37,7 +37,7 @@ class EncoderTuning:
     micro_batch: int = 8
     """Samples in one forward pass."""
     sequence: int = 0
-    """Longest sequence [tokens]; 0: the encoder's context, at most 512."""
+    """Maximum sequence length [tokens]; 0: the encoder's context, at most 512."""
     name: str = ""
     """Folder of the runs within --runs; by default the method."""
     runs: Path = Path("runs")

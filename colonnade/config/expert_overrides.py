@@ -1,6 +1,6 @@
-"""Changes to a loaded mixture of experts: another top-k, another capacity, a fixed task, experts in host memory.
+"""Changes to a loaded mixture of experts: a different top-k or capacity, a fixed task, experts in host memory.
 
-Also the checks whether a model can generate.
+Also checks whether a model can generate.
 """
 
 from collections.abc import Sequence
@@ -17,11 +17,11 @@ from colonnade.errors import ConfigError
 Capacity = Annotated[float, Field(ge=-MAX_CAPACITY, le=MAX_CAPACITY, allow_inf_nan=False)] | Literal["off"] | None
 """A capacity factor, "off" for none (dropless), or None: as trained."""
 MAX_LISTED_TASKS = 12
-"""An error message lists at most so many tasks by name."""
+"""Maximum number of tasks that an error message lists by name."""
 
 
 class ExpertsConfig(Config):
-    """Overrides for a trained mixture of experts; a field that is not set stays as it was trained."""
+    """Overrides for a trained mixture of experts; unset fields stay as trained."""
 
     active: int | None = Field(default=None, ge=1, le=MAX_EXPERTS)
     """A: experts per token (top-k); None: as trained."""
@@ -45,7 +45,7 @@ class ExpertsConfig(Config):
             return model
         if (moe := model.moe) is None:
             names = " and ".join(f"--experts.{name}" for name in overrides)
-            raise ConfigError(f"{names} would change a mixture of experts, and this model has none; leave it out")
+            raise ConfigError(f"{names} would change a mixture of experts, and this model has none; remove it")
         groups, group_size = moe.router.groups_kept, moe.experts // moe.router.groups
         if self.active is not None and self.active > (limit := groups * group_size):
             reason = "" if limit == moe.experts else f", of which it may use {groups} groups of {group_size}"
@@ -57,7 +57,7 @@ class ExpertsConfig(Config):
             raise ConfigError(
                 f"--experts.layers_on_device {self.layers_on_device} is more than the "
                 f"{plural(layers, 'layer')} of experts that this "
-                "model has; leave it out to keep all of them on the device"
+                "model has; omit it to keep all of them on the device"
                 + (f", or set it to {layers - 1} or less" if layers > 1 else "")
             )
         router = moe.router if self.task is None else moe.router.replace(task=_task_id(self.task, moe.router, tasks))
@@ -76,7 +76,7 @@ AS_TRAINED = ExpertsConfig()
 def _task_id(task: int | str, router: RouterConfig, names: Sequence[str]) -> int:
     """The number of a task that is named or numbered."""
     if router.kind != "task":
-        raise ConfigError(f"router '{router.kind}' knows no tasks; leave --experts.task out")
+        raise ConfigError(f"router '{router.kind}' has no tasks; remove --experts.task")
     if isinstance(task, int) and task < router.tasks:
         return task
     if isinstance(task, str):
@@ -113,8 +113,8 @@ def check_generates(model: ModelConfig, name: str = "this model") -> None:
     """Raise :class:`ConfigError` for a model that cannot generate: a token, or its routing, depends on later tokens."""
     if not model.causal:
         raise ConfigError(
-            f"{name} attends in both directions (causal = False), so it cannot generate text; colonnade serve answers "
-            "with its embeddings, and in Python colonnade.load(...).hidden(tokens) returns its hidden states"
+            f"{name} attends in both directions (causal = False), so it cannot generate text; colonnade serve returns "
+            "its embeddings, and in Python colonnade.load(...).hidden(tokens) returns its hidden states"
         )
     check_task(model)
     if model.moe is not None and model.moe.router.kind == "sequence":

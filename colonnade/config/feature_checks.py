@@ -51,7 +51,7 @@ def check_float8(model: ModelConfig, tp: int, etp: int = 1) -> None:
         for part in parts:
             if part % FLOAT8_MULTIPLE:
                 raise PlanError(
-                    f"float8 needs multiples of {FLOAT8_MULTIPLE}, and {axes[what]} leaves a rank {part} of {what} "
+                    f"float8 needs multiples of {FLOAT8_MULTIPLE}, and {axes[what]} leaves each rank {part} of {what} "
                     f"{whole}; use a lower {axes[what].partition('=')[0]}, or set train.float8 none"
                 )
 
@@ -65,9 +65,9 @@ HEAD_MULTIPLE = 8
 
 def check_cuda_graph(run: "RunConfig") -> None:
     """Raise :class:`ConfigError` if the forward and backward passes cannot be recorded as one CUDA graph."""
-    plan, t, without = run.plan, run.train, "or leave train.cuda_graph out"
+    plan, t, without = run.plan, run.train, "or turn train.cuda_graph off"
     for axis, size, why in (
-        ("pp", plan.pp, "the host runs a pipeline's schedule"),
+        ("pp", plan.pp, "a pipeline's schedule runs on the host"),
         ("cp", plan.cp, "ring attention's exchanges are not captured"),
         ("dp", plan.data_ranks, "the host frees FSDP's gathered weights"),
     ):
@@ -114,7 +114,8 @@ def check_weight_format(weights: object, group: object) -> None:
 def check_quantised(
     model: ModelConfig, weights: WeightFormat, group: int, tp: int, etp: int = 1, *, grouped: bool = False
 ) -> None:
-    """Raise :class:`ConfigError` if the model cannot be quantised so, :class:`PlanError` if a shard splits a group.
+    """Raise :class:`ConfigError` if the model cannot be quantised this way, :class:`PlanError` if a shard splits a
+    group.
 
     ``tp`` shards the layers, ``etp`` the experts' hidden units. ``grouped``: int8 with a scale per group.
     """
@@ -122,8 +123,8 @@ def check_quantised(
         return
     if not model.causal:
         raise ConfigError(
-            f"weights in {weights} are for models that generate, and this one attends in both directions (causal = "
-            "False); leave them as stored"
+            f"weights in {weights} are for models that generate text, and this one attends in both directions (causal "
+            "= False); use stored"
         )
     if weights == "ternary":
         _check_ternary(model, group, etp)
@@ -147,18 +148,16 @@ def check_quantised(
                 else f"use another {axis}, or --serve.weights {'stored' if grouped else 'int8'}"
             )
             raise PlanError(
-                f"{weights} has one scale for {group} inputs, and {axis}={ranks} leaves a rank {share} of {what} "
+                f"{weights} has one scale for {group} inputs, and {axis}={ranks} leaves each rank {share} of {what} "
                 f"{inputs}, which cuts a group in two; {remedy}"
             )
 
 
 def _check_ternary(model: ModelConfig, group: int, etp: int) -> None:
     if model.moe is None:
-        raise ConfigError(
-            "ternary is for experts, of which a model has many, and this one has none; use --weights int4"
-        )
+        raise ConfigError("ternary applies only to experts, and this model has none; use --weights int4")
     if etp > 1 and model.moe.ffn_width // etp % group:
         raise PlanError(
-            f"ternary has {group} inputs in a word, and etp={etp} leaves a rank {model.moe.ffn_width // etp} of "
-            f"moe.ffn_width {model.moe.ffn_width}, which cuts a word in two; use ep in the place of etp"
+            f"ternary has {group} inputs in a word, and etp={etp} leaves each rank {model.moe.ffn_width // etp} of "
+            f"moe.ffn_width {model.moe.ffn_width}, which cuts a word in two; use ep instead of etp"
         )

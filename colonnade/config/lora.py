@@ -23,7 +23,7 @@ class LoraConfig(Config):
     """Multiply by alpha / √rank instead (Kalajdzievski 2023, arXiv 2312.03732)."""
     targets: tuple[LoraTarget, ...] = LORA_TARGETS
     """The matrices with an adapter: q, k, v and out of attention; gate, up and down of the feed-forward network, or of
-    each expert. Those that a model lacks are left out."""
+    each expert. Those that a model lacks are skipped."""
 
     base: Literal["stored", "int8", "int4"] = "stored"
     """Training: the format of the frozen matrices; int8 and int4 are read but not trained, so they need no more memory
@@ -41,7 +41,7 @@ class LoraConfig(Config):
     def _validate(self) -> "LoraConfig":
         if not self.targets or len(set(self.targets)) < len(self.targets):
             raise ConfigError(
-                f"lora.targets is {' '.join(self.targets) or 'empty'}; name at least one matrix, each once, of "
+                f"lora.targets is {' '.join(self.targets) or 'empty'}; name at least one of these matrices, each once: "
                 f"{', '.join(LORA_TARGETS)}"
             )
         return self

@@ -1,7 +1,7 @@
 """Search for settings that save enough memory, and tables of memory use; shared by training and serving.
 
 The caller gives :class:`Option` objects in order of preference, and a function that estimates whether changed settings
-fit. Nothing here knows what the settings mean.
+fit. Nothing here depends on the meaning of the settings.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -51,7 +51,7 @@ class ModelConfig(Config):
     ffn_width: int = Field(gt=0, le=MAX_DIM)
     """F: hidden width of the feed-forward network."""
     context: int = Field(default=1024, gt=0, le=MAX_DIM)
-    """Longest sequence [tokens]."""
+    """Maximum sequence length [tokens]."""
     positions: Literal["learned", "rotary", "sinusoidal", "none"] = "rotary"
     """learned: a table of positions is added to the embedding (GPT-2). rotary: queries and keys are rotated (RoPE, Su
     2021). sinusoidal: sines and cosines of the position, from 2 on, are added (NLLB). none: none of these (T5, which
@@ -59,7 +59,7 @@ class ModelConfig(Config):
     relative_positions: RelativePositions | None = None
     """Biases of the attention scores by distance, one table for the layers of each stack (T5); None: no biases."""
     score_scale: float | None = Field(default=None, gt=0, le=1e6)
-    """Factor of attention scores; None: head_width^-½. T5 has 1."""
+    """Factor of attention scores; None: head_width^-½. T5 uses 1."""
     rope_theta: float = Field(default=10000.0, gt=0)
     """Base of the rotary wavelengths."""
     rope_scaling: RopeScaling | None = None
@@ -92,9 +92,9 @@ class ModelConfig(Config):
     scale_embedding: bool = False
     """Multiply the embeddings of tokens by width^½ (NLLB)."""
     scale_decoder_outputs: bool = False
-    """Multiply the last hidden state by width^-½ before the output projection (T5 1.0, whose embedding is tied)."""
+    """Multiply the last hidden state by width^-½ before the output projection (T5 1.0, which has a tied embedding)."""
     encoder: EncoderConfig | None = None
-    """The encoder of an encoder–decoder model, to whose output each decoder block attends; None: no encoder."""
+    """The encoder of an encoder–decoder model; each decoder block attends to its output. None: no encoder."""
     tied: bool = False
     """The output projection shares its weights with the embedding."""
     window: int | None = Field(default=None, gt=0, le=MAX_DIM)
@@ -104,13 +104,13 @@ class ModelConfig(Config):
     causal: bool = True
     """False: bidirectional attention (BERT, and decoders converted to encoders for embeddings)."""
     segments: int = Field(default=0, ge=0, le=MAX_DIM)
-    """Rows of the table of segment embeddings (BERT: 2, for pairs of texts); 0: no table."""
+    """Rows of the segment embedding table (BERT: 2, for pairs of texts); 0: no table."""
     embed_norm: bool = False
     """Normalise the sum of the embeddings (the original BERT)."""
     task_head: TaskHead = "unembed"
     """Output layers after the last block. unembed: logits over the vocabulary. The others need causal = false. masked:
-    BERT's masked-language-model head. pretraining: masked, with a pooler and a sentence-order classifier. encoder: a
-    pooler alone. classes: a pooler and a classifier. spans: first and last token of an answer (question answering)."""
+    BERT's masked-language-model head. pretraining: masked, with a pooler and a sentence-order classifier. encoder: only
+    a pooler. classes: a pooler and a classifier. spans: first and last token of an answer (question answering)."""
     classes: int = Field(default=0, ge=0, le=MAX_DIM)
     """Number of classes (task_head = classes)."""
     moe: MoeConfig | None = None
@@ -123,7 +123,7 @@ class ModelConfig(Config):
     @model_validator(mode="before")
     @classmethod
     def _fill_defaults(cls, values: object) -> object:
-        """Replace the zeros of kv_heads and head_width by their values."""
+        """Replace zero kv_heads and head_width with their values."""
         if isinstance(values, dict):
             values = dict(cast(dict[str, Any], values))
             heads, width = values.get("heads"), values.get("width")
@@ -132,7 +132,7 @@ class ModelConfig(Config):
                 if not values.get("head_width") and isinstance(width, int):
                     if width % heads:
                         raise ConfigError(
-                            f"width {width} does not divide by {heads} heads; change one of them, or set head_width"
+                            f"width {width} is not divisible by {heads} heads; change one of them, or set head_width"
                         )
                     values["head_width"] = width // heads
         return values
@@ -141,7 +141,7 @@ class ModelConfig(Config):
     def _validate(self) -> "ModelConfig":
         if self.heads % self.kv_heads:
             raise ConfigError(
-                f"{self.heads} query heads do not divide by {self.kv_heads} key/value heads; "
+                f"{self.heads} query heads are not divisible by {self.kv_heads} key/value heads; "
                 f"kv_heads must be one of {divisors(self.heads)}"
             )
         if self.positions == "rotary" and self.latent is None and self.head_width % 2:
@@ -154,7 +154,7 @@ class ModelConfig(Config):
         self._validate_latent()
         self._validate_top()
         if self.parameters > MAX_PARAMETERS:
-            raise ConfigError(f"{self.parameters:.3g} parameters are more than any machine holds; lower the sizes")
+            raise ConfigError(f"{self.parameters:.3g} parameters are more than any machine can hold; lower the sizes")
         return self
 
     def _validate_encoder(self) -> None:
@@ -166,7 +166,9 @@ class ModelConfig(Config):
                     "more than half of them; use 32 and 128"
                 )
             if self.window is not None or self.latent is not None:
-                raise ConfigError("relative_positions go with neither a window nor latent attention; remove one")
+                raise ConfigError(
+                    "relative_positions support neither a window nor latent attention; remove one of them"
+                )
         if (encoder := self.encoder) is None:
             return
         required = {
@@ -175,23 +177,21 @@ class ModelConfig(Config):
             "segments": not self.segments, "embed_norm": not self.embed_norm,
         }  # fmt: skip
         if wrong := [name for name, valid in required.items() if not valid]:
-            raise ConfigError(
-                f"a model with an encoder supports no other {wrong[0]} than the default; leave {wrong[0]} out"
-            )
+            raise ConfigError(f"a model with an encoder supports only the default {wrong[0]}; remove {wrong[0]}")
         if self.moe is not None:
             self._validate_encoder_experts(encoder, self.moe)
         if encoder.reads == "audio" and (self.positions != "learned" or self.norm != "layernorm"):
-            raise ConfigError("an encoder of audio is Whisper's: set positions learned and norm layernorm")
+            raise ConfigError("an audio encoder is Whisper's: set positions learned and norm layernorm")
         if encoder.reads == "tokens" and self.positions == "learned":
             raise ConfigError(
-                "an encoder of tokens with learned positions is not implemented; set positions none with "
+                "a text encoder with learned positions is not implemented; set positions none with "
                 "relative_positions, or rotary"
             )
 
     @staticmethod
     def _validate_encoder_experts(encoder: EncoderConfig, moe: MoeConfig) -> None:
         if encoder.reads == "audio":
-            raise ConfigError("an encoder of audio with experts is not implemented; leave model.moe out")
+            raise ConfigError("an audio encoder with experts is not implemented; remove model.moe")
         if moe.pools_layers:
             raise ConfigError(
                 "one balance loss over the layers of two stacks is not implemented; set model.moe.balance_over to layer"
@@ -230,18 +230,17 @@ class ModelConfig(Config):
     def _validate_top(self) -> None:
         if self.causal and self.task_head != "unembed":
             raise ConfigError(
-                f"causal = True and task_head = '{self.task_head}' do not belong together; a causal model "
-                f"needs task_head 'unembed'"
+                f"causal = True and task_head = '{self.task_head}' do not go together; a causal model needs task_head "
+                "'unembed'"
             )
         if not self.causal and self.window is not None:
             raise ConfigError(
-                f"causal = False and window = {self.window} do not belong together: a window in both directions is "
-                "not implemented; remove the window if your texts are no longer than it, or set causal to true"
+                f"causal = False and window = {self.window} do not go together: a window in both directions is "
+                "not implemented; remove the window if your sequences are no longer than it, or set causal to true"
             )
         if bool(self.classes) != (self.task_head == "classes"):
             raise ConfigError(
-                f"task_head = '{self.task_head}' and classes = {self.classes} do not belong together; set "
-                f"both or neither"
+                f"task_head = '{self.task_head}' and classes = {self.classes} do not go together; set both or neither"
             )
         if not self.tied and self.task_head in ("encoder", "classes", "spans"):
             raise ConfigError(f"task_head = '{self.task_head}' has no output projection to untie; set tied to true")
@@ -257,7 +256,7 @@ class ModelConfig(Config):
 
     @property
     def encoder_stack(self) -> "ModelConfig":
-        """The encoder as a config of its own, from which its blocks are built."""
+        """The encoder as a separate config, from which its blocks are built."""
         assert self.encoder is not None, "this model has no encoder"
         return self.replace(
             encoder=None,
@@ -320,7 +319,7 @@ class ModelConfig(Config):
 
     @property
     def expert_parameters(self) -> int:
-        """Parameters of the routed experts, shared experts left out."""
+        """Parameters of the routed experts, without shared experts."""
         if self.moe is None:
             return 0
         return self.expert_layers * self.moe.stored_experts * ffn_parameters(self, self.moe.ffn_width)
@@ -335,7 +334,7 @@ class ModelConfig(Config):
 
     @property
     def size(self) -> str:
-        """The number of parameters for people to read; of a mixture of experts, also the active ones."""
+        """The number of parameters in readable form; for a mixture of experts, also the active ones."""
         size = f"{self.parameters / 1e6:.2f} M parameters"
         return size if self.moe is None else f"{size}, {self.active_parameters / 1e6:.2f} M of them active"
 

@@ -77,8 +77,8 @@ class MoeConfig(Config):
     active: int = Field(default=2, ge=1, le=MAX_EXPERTS)
     """A: experts per token (top-k)."""
     merged: int = Field(default=0, ge=0, le=MAX_EXPERTS)
-    """Experts that are stored in each layer if they were merged (colonnade compress --merge): the router chooses among
-    E, and each of its choices is mapped to one of these; 0: not merged."""
+    """Experts stored in each layer if they were merged (colonnade compress --merge): the router chooses among E, and
+    each of its choices is mapped to one of these; 0: not merged."""
     ffn_width: int = Field(gt=0, le=MAX_DIM)
     """F: hidden width of one expert."""
     shared_width: int = Field(default=0, ge=0, le=MAX_DIM)
@@ -97,7 +97,7 @@ class MoeConfig(Config):
     """Capacity factor f. None: dropless. f > 0: at most C = A·int(f·⌈T/E⌉) tokens per expert; 0: C is the load of the
     busiest expert, so no token is dropped; f < 0: the smaller of the two, with −f (Tutel)."""
     capacity_tokens: int | None = Field(default=None, ge=1, le=MAX_DIM)
-    """Most tokens of one sequence for each expert, first come (Switch's published models: 64); needs capacity_over =
+    """Maximum tokens of one sequence per expert, first come (Switch's published models: 64); needs capacity_over =
     sequence. It is applied where whole sequences are run: in training, scoring and encoding, not in decoding."""
     capacity_over: Literal["batch", "rank", "sequence"] = "batch"
     """Tokens that count towards an expert's capacity. batch: those of all ranks, so that the result does not depend on
@@ -108,13 +108,13 @@ class MoeConfig(Config):
     dropped_token_output: Literal["zero", "residual"] = "zero"
     """Output for a dropped token. zero: nothing. residual: its own input, at the weight of the expert."""
     output_mask: float = Field(default=0.0, ge=0, lt=1)
-    """In training each of a token's chosen experts is left out at this rate, and the others are not rescaled; otherwise
+    """In training each of a token's chosen experts is dropped at this rate, and the others are not rescaled; otherwise
     all are used at 1 − this (expert output masking: NLLB, arXiv 2207.04672, section 6.2)."""
     balance: Balance = "switch"
-    """The load-balancing loss. gshard: E/T²·Σ_e(Σ_t p_te)(Σ_t [top1 = e]). switch: E·Σ_e f_e·P_e, f the
-    shares of all choices, which sum to 1 (Switch, Megatron). choices: the same with shares that sum to A (as Hugging
-    Face has it). sequence: switch for each sequence separately, f by the A highest scores without bias or groups
-    (DeepSeek-V3). importance: squared coefficients of variation of Σ_t p and of the expected load (Shazeer 2017)."""
+    """The load-balancing loss. gshard: E/T²·Σ_e(Σ_t p_te)(Σ_t [top1 = e]). switch: E·Σ_e f_e·P_e, f the shares of all
+    choices, which sum to 1 (Switch, Megatron). choices: the same with shares that sum to A (as in Hugging Face).
+    sequence: switch for each sequence separately, f by the A highest scores without bias or groups (DeepSeek-V3).
+    importance: squared coefficients of variation of Σ_t p and of the expected load (Shazeer 2017)."""
     balance_over: Literal["layer", "model"] = "layer"
     """layer: the sum of the layers' losses (Switch, GShard, Megatron). model: one loss whose f and P are means over the
     tokens of all layers with experts, as in Hugging Face; for switch and choices."""
@@ -131,17 +131,19 @@ class MoeConfig(Config):
         if self.active > self.experts:
             raise ConfigError(f"a token cannot go to {self.active} of {self.experts} experts; lower model.moe.active")
         if self.merged >= self.experts:
-            raise ConfigError(f"{self.experts} experts are not merged into {self.merged}; set model.moe.merged to 0")
+            raise ConfigError(f"{self.experts} experts cannot be merged into {self.merged}; set model.moe.merged to 0")
         router = self.router
         if self.experts % router.groups:
-            raise ConfigError(f"{self.experts} experts do not divide into {router.groups} groups; change one of them")
+            raise ConfigError(
+                f"{self.experts} experts cannot be divided into {router.groups} groups; change one of them"
+            )
         if router.groups_kept > router.groups:
             raise ConfigError(
                 f"a token cannot use {router.groups_kept} of {router.groups} groups; lower model.moe.router.groups_kept"
             )
         if self.active > router.groups_kept * (self.experts // router.groups):
             raise ConfigError(
-                f"{router.groups_kept} groups of {self.experts // router.groups} experts do not hold {self.active} "
+                f"{router.groups_kept} groups of {self.experts // router.groups} experts cannot hold {self.active} "
                 "active ones; raise model.moe.router.groups_kept or lower model.moe.active"
             )
         if router.task is not None and router.task >= router.tasks:
@@ -164,19 +166,23 @@ class MoeConfig(Config):
             )
         if (self.capacity_tokens is not None) != (self.capacity_over == "sequence"):
             raise ConfigError(
-                f"model.moe.capacity_tokens {self.capacity_tokens} and capacity_over '{self.capacity_over}' do not "
-                "belong together: a number of tokens is that of one sequence; set both, or neither"
+                f"model.moe.capacity_tokens {self.capacity_tokens} and capacity_over '{self.capacity_over}' do not go "
+                "together: capacity_tokens counts the tokens of one sequence; set both, or neither"
             )
         if self.capacity_tokens is not None and (self.capacity is not None or self.priority):
             name = "capacity" if self.capacity is not None else "priority"
-            raise ConfigError(f"model.moe.capacity_tokens drops by order in a sequence; leave model.moe.{name} out")
+            raise ConfigError(
+                f"model.moe.capacity_tokens drops tokens by their order in a sequence; remove model.moe.{name}"
+            )
         if self.shared_gate and not self.shared_width:
-            raise ConfigError("model.moe.shared_gate needs shared experts; set model.moe.shared_width or leave it off")
+            raise ConfigError(
+                "model.moe.shared_gate needs shared experts; set model.moe.shared_width or turn shared_gate off"
+            )
         return self
 
     @property
     def stored_experts(self) -> int:
-        """Experts whose weights a layer has."""
+        """Number of experts with weights in a layer."""
         return self.merged or self.experts
 
     @property

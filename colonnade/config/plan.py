@@ -82,7 +82,7 @@ class Plan(Config):
         if self.tp_overlap and not self.sequence_parallel:
             raise PlanError(
                 "tp_overlap needs the tokens sharded over tensor-parallel ranks; set --plan.sequence_parallel too, or "
-                "leave tp_overlap out"
+                "remove tp_overlap"
             )
         if self.hierarchical_a2a_size and (self.ep * self.etp) % self.hierarchical_a2a_size:
             raise PlanError(
@@ -92,7 +92,7 @@ class Plan(Config):
             )
         if self.stage_ranks % (self.ep * self.etp):
             raise PlanError(
-                f"ep={self.ep} times etp={self.etp} does not divide the {self.stage_ranks} of a pipeline stage "
+                f"ep={self.ep} times etp={self.etp} does not divide the {self.stage_ranks} ranks of a pipeline stage "
                 "(replicate · dp · cp · tp), over which experts are distributed; "
                 f"set --plan.dp {self.ep * self.etp}, or ep · etp to one of {divisors(self.stage_ranks)}"
             )
@@ -109,7 +109,7 @@ class Plan(Config):
             )
         if self.layers and (len(self.layers) != self.total_stages or min(self.layers) < 1):
             raise PlanError(
-                f"layers {self.layers} must give one or more blocks for each of the {self.total_stages} stages "
+                f"layers {self.layers} must assign one or more blocks to each of the {self.total_stages} stages "
                 f"(pp={self.pp}, {self.stages} per rank)"
             )
         return self
@@ -163,7 +163,7 @@ class Plan(Config):
         if model.kv_heads % self.tp:
             fits = [str(d) for d in divisors(model.kv_heads)]
             choice = fits[0] if len(fits) == 1 else f"{', '.join(fits[:-1])} or {fits[-1]}"
-            raise PlanError(f"{model.kv_heads} key/value heads do not divide over tp={self.tp}; use tp of {choice}")
+            raise PlanError(f"{model.kv_heads} key/value heads cannot be divided over tp={self.tp}; use tp of {choice}")
         for what, size in (("vocabulary rows", model.vocab_size), ("hidden units", model.ffn_width)):
             if -(-size // self.tp) * (self.tp - 1) >= size:
                 raise PlanError(
@@ -174,14 +174,15 @@ class Plan(Config):
             for name, chosen in (("cp", self.cp > 1), ("pp", self.pp > 1), ("tp_overlap", self.tp_overlap)):
                 if chosen:
                     raise PlanError(
-                        f"{name} is not proven for a model with {what}; use tp, sequence_parallel, dp and replicate"
+                        f"{name} has not been verified for a model with {what}; use tp, sequence_parallel, dp and "
+                        "replicate"
                     )
         if model.moe is None and self.ep * self.etp > 1:
             raise PlanError(
                 f"ep={self.ep} and etp={self.etp} distribute experts, and this model has none; leave them at 1"
             )
         if model.moe is None and (setting := self._expert_setting):
-            raise PlanError(f"plan.{setting} is about experts, and this model has none; leave it out")
+            raise PlanError(f"plan.{setting} applies to experts, and this model has none; remove it")
         if model.moe is not None:
             for what, size, ranks in (
                 ("experts", model.moe.stored_experts, self.ep),
@@ -189,10 +190,13 @@ class Plan(Config):
             ):  # fmt: skip
                 if size % ranks:
                     name = "ep" if what == "experts" else "etp"
-                    raise PlanError(f"{size} {what} do not divide over {name}={ranks}; use {name} of {divisors(size)}")
+                    raise PlanError(
+                        f"{size} {what} cannot be divided over {name}={ranks}; use {name} of {divisors(size)}"
+                    )
             if self.shadows >= model.moe.stored_experts:
                 raise PlanError(
-                    f"{self.shadows} shadows of {model.moe.stored_experts} experts are all; use --plan.adaptive_r 0"
+                    f"{self.shadows} shadows of {model.moe.stored_experts} experts means all of them; use "
+                    "--plan.adaptive_r 0"
                 )
         if model.layers < self.total_stages:
             raise PlanError(
@@ -240,7 +244,7 @@ class Plan(Config):
         return " ".join(words) or "one process"
 
     def table(self, model: ModelConfig) -> list[tuple[str, str, str]]:
-        """Rows (axis, ranks, what each rank has) for people to read."""
+        """Human-readable rows (axis, ranks, what each rank has)."""
 
         def share(size: int) -> str:
             return f"{'up to ' if size % self.tp else ''}{-(-size // self.tp)} of {size}"

@@ -28,7 +28,7 @@ def load_plugin(name: str) -> None:
         importer = "" if missing == name else f", which {name} imports,"
         raise ConfigError(
             f"--import {name}: no module '{missing}'{importer} in {folder} or on the Python path; run in the folder "
-            "that holds it, or set PYTHONPATH"
+            "that contains it, or set PYTHONPATH"
         ) from error
     except Exception as error:
         raise ConfigError(f"--import {name}: the module failed with {type(error).__name__}: {error}") from error

@@ -1,4 +1,4 @@
-"""Published models by name, read from ``presets/*.toml`` beside this file.
+"""Published models by name, read from ``presets/*.toml`` next to this file.
 
     preset("smollm2-135m")
 

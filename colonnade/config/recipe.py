@@ -12,7 +12,7 @@ Filter = Literal["gopher-quality", "gopher-repetition", "c4-quality", "fineweb-q
 
 
 class Recipe(Config):
-    """What is mended, and which documents are removed; the defaults are those of the recipe ``megatron``."""
+    """What is repaired, and which documents are removed; the defaults are those of the recipe ``megatron``."""
 
     mend: bool = True
     """Repair wrongly decoded characters (ftfy) and join lines that are broken inside a sentence."""
@@ -25,9 +25,9 @@ class Recipe(Config):
     title_field: str = "title"
     """JSONL field or column with the title of a document."""
     drop_titles: str = ""
-    """A text file with one title a line: documents with such a title are removed."""
+    """A text file with one title per line; documents with these titles are removed."""
     drop_sources: tuple[str, ...] = ()
-    """Patterns of source names (``books*``): these sources are left out."""
+    """Patterns of source names (``books*``): these sources are excluded."""
     prefer: tuple[str, ...] = ()
     """Patterns of source names, best first: of two copies the one from the earlier pattern stays."""
     exact: bool = True
@@ -41,11 +41,11 @@ class Recipe(Config):
     ngram: int = 13
     """Words of the n-grams that are cut out where they occur in evaluation texts."""
     margin: int = 200
-    """Characters cut on each side of such an n-gram, and fewest characters of a piece that stays."""
+    """Characters cut on each side of such an n-gram, and minimum length of a piece that is kept [characters]."""
     max_pieces: int = 10
     """Documents that would be cut into more pieces are removed."""
     common: int = 10
-    """n-grams of evaluation texts seen this often in the corpus are common, and stay."""
+    """n-grams of evaluation texts seen this often in the corpus are common, and are kept."""
 
     @model_validator(mode="after")
     def _in_range(self) -> Self:
@@ -70,7 +70,7 @@ def read_recipe(name: str) -> Recipe:
         return RECIPES[name]
     if not (Path(name).suffix == ".toml" or Path(name).is_file()):
         raise ConfigError(
-            f"there is no recipe '{name}'{did_you_mean(name, list(RECIPES))}; or give a TOML file with the keys of "
+            f"there is no recipe '{name}'{did_you_mean(name, list(RECIPES))}; or use a TOML file with the keys of "
             "Recipe"
         )
     from colonnade.config.toml import read

@@ -21,7 +21,7 @@ ComputeType = Literal["float32", "bfloat16", "float16", "float64"]
 
 
 MAX_SAMPLES = 1 << 24
-"""The most samples in one step."""
+"""Maximum number of samples in one step."""
 DEFAULT_SEQUENCE = 512
 """Default tokens per sample, unless the model's context is shorter."""
 
@@ -45,7 +45,7 @@ class DataConfig(Config):
     seed: int = Field(default=0, ge=0)
     """Seed of the samples' order and of an encoder's masks; independent of the layout and of train.seed."""
     restart: bool = False
-    """Allow a resume with another corpus, sequence or seed, which starts at the first sample; False: refuse it."""
+    """Allow a resume with a different corpus, sequence or seed, which starts at the first sample; False: refuse it."""
     mask_share: float = Field(default=0.15, gt=0, lt=1)
     """Encoders: share of a sample's tokens that are masked and predicted."""
     mask_ngram: int = Field(default=3, ge=1, le=1 << 10)
@@ -95,13 +95,13 @@ class TrainConfig(Config):
     """Label smoothing: share of each target's probability that is spread over the whole vocabulary."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """Dropout on the outputs of attention and feed-forward network before they are added to the residual stream, and on
-    a classifier's input; GPT-2 had 0.1."""
+    a classifier's input; GPT-2 used 0.1."""
     attention_dropout: float = Field(default=0.0, ge=0, lt=1)
-    """Dropout on the attention probabilities, by kernels that are slower than those without; GPT-2 had 0.1."""
+    """Dropout on the attention probabilities, with slower kernels than without dropout; GPT-2 used 0.1."""
     embedding_dropout: float = Field(default=0.0, ge=0, lt=1)
-    """Dropout on the embeddings; GPT-2 had 0.1."""
+    """Dropout on the embeddings; GPT-2 used 0.1."""
     expert_dropout: float = Field(default=0.0, ge=0, lt=1)
-    """Dropout on the hidden units of routed experts, not of shared ones; Switch had 0.4 in fine-tuning, with dropout
+    """Dropout on the hidden units of routed experts, not of shared ones; Switch used 0.4 in fine-tuning, with dropout
     0.1 (arXiv 2101.03961, section 2.4)."""
     dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = "auto"
     """Compute type; auto: bfloat16 on a GPU, float32 on a CPU or with deterministic. Master weights and optimiser state
@@ -129,12 +129,12 @@ class TrainConfig(Config):
     zero_bubble; blocks with experts may recompile whenever the experts' loads change."""
     cuda_graph: bool = False
     """Capture a step's forward and backward passes as a CUDA graph and replay it, so that the GPU never waits for the
-    host. Needs one micro-batch per step and no parallelism but tp; keeps the memory of a step allocated."""
+    host. Needs one micro-batch per step and no parallelism except tp; keeps the memory of a step allocated."""
     seed: int = Field(default=0, ge=0)
     """Seed of the initial weights and of dropout."""
     pretrained_checkpoint: str = ""
-    """Model whose weights initialise a new run (a run, a checkpoint, a Hugging Face folder, a GGUF file); empty: random
-    weights. Its shape and tokenizer must be the run's."""
+    """Model that provides the initial weights of a new run (a run, a checkpoint, a Hugging Face folder, a GGUF file);
+    empty: random weights. Its shape and tokenizer must match the run's."""
     log_every: int = Field(default=10, gt=0)
     """Steps between two logged lines of metrics; after 20 s without a line the next step logs one too."""
     trackers: tuple[Literal["wandb", "mlflow"], ...] = ()
@@ -192,22 +192,22 @@ class TrainConfig(Config):
         for name, value in (("keep", self.keep), ("keep_every", self.keep_every)):
             if value is not None and value < 1:
                 raise ConfigError(
-                    f"train.{name} is {value} and must be 1 or more; set it so, or leave it out: then "
+                    f"train.{name} is {value} and must be 1 or more; change it, or remove it: then "
                     + ("all checkpoints are kept" if name == "keep" else "only keep decides which are kept")
                 )
         if self.keep_every is not None and self.keep is None:
             raise ConfigError(
                 f"train.keep_every {self.keep_every} exempts checkpoints from deletion by train.keep, and without it "
-                "all are kept; set train.keep, or leave keep_every out"
+                "all are kept; set train.keep, or remove keep_every"
             )
         if self.warmup_steps > self.steps:
             raise ConfigError(
-                f"--train.warmup {self.warmup} is longer than the run of {self.steps} steps; lower it, or leave it out"
+                f"--train.warmup {self.warmup} is longer than the run of {self.steps} steps; lower it, or remove it"
             )
         if not math.log2(self.loss_scale).is_integer():
             nearest = 2 ** round(math.log2(self.loss_scale))
             raise ConfigError(
-                f"train.loss_scale {self.loss_scale} is no power of two, so it would round; use {nearest}"
+                f"train.loss_scale {self.loss_scale} is not a power of two, so it would be rounded; use {nearest}"
             )
         if self.float8 != "none" and self.dtype not in ("auto", "bfloat16"):
             raise ConfigError(f"train.float8 {self.float8} needs bfloat16, not {self.dtype}; set train.dtype bfloat16")
@@ -224,7 +224,7 @@ class TrainConfig(Config):
         return self
 
     def resolved(self, device: str, *, compiles: bool = True) -> "TrainConfig":
-        """A copy whose unset ``dtype``, ``compile`` and ``fused_adamw`` are set for "cuda" or "cpu".
+        """A copy with unset ``dtype``, ``compile`` and ``fused_adamw`` resolved for "cuda" or "cpu".
 
         ``compiles``: whether blocks are compiled by default on a GPU.
         """
@@ -290,34 +290,34 @@ class RunConfig(Config):
     @model_validator(mode="after")
     def _validate(self) -> "RunConfig":
         if Path(self.name).is_absolute() or ".." in Path(self.name).parts:
-            raise ConfigError(f"name {self.name!r} leads out of the folder of runs; use --runs for another folder")
+            raise ConfigError(f"name {self.name!r} is outside the folder of runs; use --runs for another folder")
         ranks = self.plan.data_ranks
         if self.train.batch % ranks:
             raise ConfigError(
-                f"train.batch {self.train.batch} does not divide over {ranks} data ranks; "
-                f"make it a multiple, such as {-(-self.train.batch // ranks) * ranks}"
+                f"train.batch {self.train.batch} is not divisible by {ranks} data ranks; use a multiple, such as "
+                f"{-(-self.train.batch // ranks) * ranks}"
             )
         share, micro = self.train.batch // ranks, self.train.micro_batch
         if self.plan.pp > 1 and share % min(micro, share):
             raise ConfigError(
-                f"a pipeline needs equal micro-batches: {share} samples of a data rank do not divide by "
+                f"a pipeline needs equal micro-batches: {share} samples per data rank are not divisible by "
                 f"train.micro_batch {micro}; change one of them"
             )
         self.plan.check_micro_batches(self.micro_batches)
         if self.train.compile and self.plan.pp > 1 and self.plan.schedule == "zero_bubble":
             raise ConfigError(
                 "zero_bubble computes the gradients of the weights separately, and a compiled block computes all at "
-                "once; use --plan.schedule interleaved, or leave --train.compile out"
+                "once; use --plan.schedule interleaved, or remove --train.compile"
             )
         if self.train.expert_dropout and self.model.moe is None:
             raise ConfigError(
-                f"train.expert_dropout {self.train.expert_dropout:g} is about experts, and this model has none; "
-                "leave it out, or set --train.dropout"
+                f"train.expert_dropout {self.train.expert_dropout:g} applies to experts, and this model has none; "
+                "remove it, or set --train.dropout"
             )
         if self.train.expert_dropout and self.train.float8 != "none":
             raise ConfigError(
                 f"train.expert_dropout {self.train.expert_dropout:g} with train.float8 {self.train.float8}: the float8 "
-                "kernels of experts do not support dropout; set one of them to 0 or none"
+                "kernels of experts do not support dropout; set dropout to 0 or float8 to none"
             )
         _ = self.eval_moe  # raises for overrides that the model does not support
         if self.train.cuda_graph:
@@ -337,7 +337,7 @@ class RunConfig(Config):
         return self
 
     def resolved(self, device: str) -> "RunConfig":
-        """A copy whose device-dependent settings in ``train`` are set for "cuda" or "cpu"."""
+        """A copy with the device-dependent settings in ``train`` resolved for "cuda" or "cpu"."""
         zero_bubble = self.plan.pp > 1 and self.plan.schedule == "zero_bubble"
         compiles = self.model.moe is None and not zero_bubble
         return self.replace(train=self.train.resolved(device, compiles=compiles))

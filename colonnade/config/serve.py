@@ -27,10 +27,10 @@ ToolFormatName = Literal["hermes", "llama3", "mistral"]
 """Notation of tool calls: that of Qwen and Hermes, of Llama 3, of Mistral."""
 
 Pooling = Literal["mean", "cls", "last"]
-"""What an embedding is made of: the mean of all tokens' hidden states, the first token's, or the last token's."""
+"""How hidden states are pooled into an embedding: the mean of all tokens, the first token, or the last token."""
 
 ClassActivation = Literal["softmax", "sigmoid", "identity"]
-"""What turns a classifier's logits into probabilities or scores."""
+"""The function that turns a classifier's logits into probabilities or scores."""
 
 
 def _are_texts(values: object) -> TypeGuard[Sequence[str]]:
@@ -41,20 +41,20 @@ class ServeConfig(Config):
     """Memory, batching and HTTP settings of one serving engine."""
 
     task: Literal["auto", "generate", "embed"] = "auto"
-    """What the server answers: text (generate), or embeddings, scores and rankings (embed). auto: text by a causal
-    model, classes by an encoder with a class head, embeddings by any other encoder."""
+    """What the server returns: text (generate), or embeddings, scores and rankings (embed). auto: text from a causal
+    model, classes from an encoder with a class head, embeddings from any other encoder."""
     pooling: Pooling | None = None
-    """What an embedding is made of: the mean of all tokens' hidden states, the first token's, or the last token's;
-    None: as sentence-transformers' files beside the weights say, else the mean, for causal models the last."""
+    """Pooling of an embedding: the mean of all tokens' hidden states, the first token's, or the last token's; None: as
+    in sentence-transformers' files next to the weights, otherwise the mean, for causal models the last."""
     page_tokens: int | None = Field(default=None, gt=0, le=1 << 20)
     """Tokens per page of the key/value cache; None: 16 on a CPU, 64 on a GPU."""
     weights: WeightFormat = "stored"
-    """Storage format of the weight matrices: stored keeps the checkpoint's (or the dtype, of one that is not
-    quantised), dense dequantises; the others quantise while the checkpoint is read: int8 and float8 with one scale per
-    row, int4 with one per group of inputs, int8_dynamic (on a CPU) as int8 with rounded inputs. Routers are not
-    quantised, nor embeddings, unless they are the output projection too (int8 under int4)."""
+    """Storage format of the weight matrices: stored keeps the checkpoint's format (unquantised weights use the dtype),
+    dense dequantises; the others quantise while the checkpoint is read: int8 and float8 with one scale per row, int4
+    with one per group of inputs, int8_dynamic (on a CPU) as int8 with rounded inputs. Routers are not quantised, nor
+    are embeddings, unless they are also the output projection (int8 under int4)."""
     weight_group: WeightGroup = 64
-    """int4: consecutive inputs that share a scale; smaller groups are more exact and take a little more memory."""
+    """int4: consecutive inputs that share a scale; smaller groups are more accurate and take a little more memory."""
     cache: CacheFormat = "stored"
     """Storage format of keys and values: stored keeps the dtype; 8 bits hold twice as many tokens in the same memory.
     float8 works for all models (scaled only for latent attention), int8 for latent attention (DeepSeek), with two
@@ -63,8 +63,8 @@ class ServeConfig(Config):
     """Pages of the key/value cache, over all context-parallel ranks; None: as many as fit into cache_bytes."""
     cache_bytes: int | None = Field(default=None, gt=0)
     """Memory for the key/value cache of one rank if pages is not set [bytes]; at most max_requests whole contexts are
-    allocated. None: of the memory that is free beside weights, activations and CUDA graphs 90% on a GPU and a quarter
-    on a CPU, or all that memory_bytes leaves; several models on one device divide it equally."""
+    allocated. None: 90% on a GPU, or a quarter on a CPU, of the memory left after weights, activations and CUDA graphs,
+    or all that memory_bytes leaves; several models on one device divide it equally."""
     memory_bytes: int | None = Field(default=None, gt=0)
     """Memory limit of one rank for weights, cache, CUDA graphs and activations together [bytes]; Python, torch and the
     CUDA context come on top (about 400 MB). None: the memory that is free on the device at the start."""
@@ -78,72 +78,72 @@ class ServeConfig(Config):
     """Maximum number of requests in one forward pass."""
     token_budget: int | None = Field(default=None, gt=0, le=1 << 24)
     """Maximum number of tokens in one forward pass: decoding requests first, then chunks of prompts (chunked prefill);
-    None: 512 on
-    a CPU, 2048 on a GPU."""
+    None: 512 on a CPU, 2048 on a GPU."""
     async_scheduling: bool | None = None
     """Launch the next forward pass before the tokens of the last one are known on the host (asynchronous scheduling);
     None: only on a GPU."""
     graph_capture: bool | None = None
     """Pad decoding steps to a few batch sizes; on a GPU each size is captured once as a CUDA graph and replayed, on a
-    CPU recorded once and replayed in one call. None: for models and layouts whose steps can be captured or recorded."""
+    CPU recorded once and replayed in one call. None: for models and layouts with steps that can be captured or
+    recorded."""
     batch_invariant: bool = False
     """Bitwise batch-invariant: a request's logits do not depend on the other requests. Slower; needs one rank; on a CPU
     models without C++ kernels compute one token at a time."""
     max_waiting: int = Field(default=1024, gt=0)
-    """Longest queue of waiting requests; further ones are refused (429)."""
+    """Maximum length of the queue of waiting requests; further ones are refused (429)."""
     replicas: int | Literal["auto"] = 1
-    """Engines of each model on this machine, behind one address; on a CPU each has cores of its own in one NUMA node,
-    else GPUs. auto: one per NUMA node, or as many as the GPUs suffice for."""
+    """Engines of each model on this machine, behind one address; on a CPU each has its own cores in one NUMA node,
+    otherwise its own GPUs. auto: one per NUMA node, or as many as there are GPUs for."""
     fronts: int = Field(default=1, gt=0, le=256)
     """HTTP processes that share the port in front of the engines; one handles 20,000 to 30,000 streamed tokens/s."""
     upstreams: tuple[str, ...] = ()
-    """URLs of servers that get the requests, with commas between them, such as http://10.0.0.7:8000; no engine runs
-    here, and MODEL is only a name."""
+    """Comma-separated URLs of servers to forward requests to, such as http://10.0.0.7:8000; no engine runs here, and
+    MODEL is only a name."""
     shadow: str | None = None
-    """URL of another server, such as http://10.0.0.7:8000, that gets answered requests again, for comparison."""
+    """URL of another server, such as http://10.0.0.7:8000, to which answered requests are repeated for comparison."""
     shadow_share: float = Field(default=1.0, ge=0, le=1)
-    """Share of the requests that the shadow gets, 0 to 1."""
+    """Share of the requests sent to the shadow, 0 to 1."""
     shadow_log: str | None = None
-    """File that gets a JSON line for each comparison with the shadow; colonnade shadow FILE sums them up."""
+    """File to which a JSON line is appended for each comparison with the shadow; colonnade shadow FILE summarises
+    it."""
     upstream_key: str | None = Field(default=None, min_length=1, repr=False)
-    """API key that is sent to upstreams and the shadow. Better in the environment variable COLONNADE_UPSTREAM_KEY."""
+    """API key for upstreams and the shadow. Preferably set the environment variable COLONNADE_UPSTREAM_KEY."""
     host: str = "127.0.0.1"
     """Address to listen on."""
     port: int = Field(default=8000, ge=0, le=65535)
     """TCP port; 0: any free port."""
     model_name: str | None = None
-    """Model name in the HTTP API, of several models their names with commas between them; None: the last part of the
-    model's path."""
+    """Model name in the HTTP API, comma-separated for several models; None: the last part of the model's path."""
     adapters: tuple[str, ...] = ()
-    """Adapters as NAME=PATH, with commas between them: a run that was trained with --lora.rank, or a folder of PEFT.
-    Requests choose one by its name as their model; the requests of a step may have different ones."""
+    """Adapters as comma-separated NAME=PATH: a run trained with --lora.rank, or a PEFT folder. Requests select one by
+    its name as their model; requests in the same step may use different ones."""
     draft: str | None = Field(default=None, min_length=1)
-    """Speculative decoding, which does not change the text: ngram drafts tokens that followed the newest three tokens
-    before (prompt look-up); a smaller MODEL with the same tokenizer drafts those that it generates. None: off."""
+    """Speculative decoding, which does not change the text: ngram drafts the tokens that followed the last occurrence
+    of the newest three (prompt look-up); a smaller MODEL with the same tokenizer drafts its own. None: off."""
     draft_tokens: int = Field(default=5, gt=0, le=64)
-    """Tokens to draft, at most, for one step of a request."""
+    """Maximum number of tokens to draft per request and step."""
     tool_format: ToolFormatName | None = None
     """How the model writes tool calls; None: as in its chat template."""
     max_body_bytes: int = Field(default=8 << 20, gt=0)
-    """Largest request body; a larger one is refused (413) [bytes]."""
+    """Maximum size of a request body; larger ones are refused (413) [bytes]."""
     keys: str | None = None
-    """File of API keys with their limits, in TOML or JSON lines; SIGHUP reads it again. Requests then need a key,
+    """File of API keys with their limits, in TOML or JSON lines; SIGHUP reloads it. Requests then need a key,
     except to /health, /ready and /."""
     api_key: str | None = Field(default=None, min_length=1, repr=False)
-    """One API key without limits. Better in the environment variable COLONNADE_API_KEY: other users of the machine see
-    the command line."""
+    """One API key without limits. Preferably set the environment variable COLONNADE_API_KEY: other users of the machine
+    can see the command line."""
     admin_key: str | None = Field(default=None, min_length=1, repr=False)
-    """Key for POST /admin/drain, /admin/cache/reset and /admin/weights, which are refused without; also
+    """Key for POST /admin/drain, /admin/cache/reset and /admin/weights, which are disabled without it; also
     COLONNADE_ADMIN_KEY."""
     look: bool = False
-    """Show the first model's matrices and its cache at /look/, to whoever has the admin key; a recording runs one
-    forward pass between two steps."""
+    """Show the first model's matrices and its cache at /look/, protected by the admin key; a recording runs one forward
+    pass between two steps."""
     drain_s: float = Field(default=25.0, ge=0, le=1e6)
     """Time for running requests to finish after the server is asked to stop [s]; the default leaves 5 of the 30 s that
-    Kubernetes waits."""
+    Kubernetes allows."""
     log: LogFormat = "text"
-    """What to log to stderr for each request, never its text: text: a line with time, client, path and status; json: an
-    object with id, key, tokens, times and finish reason too; off: nothing."""
+    """What to log to stderr for each request, never its text. text: a line with time, client, path and status; json: an
+    object that also has id, key, tokens, times and finish reason; off: nothing."""
     trace: str | None = Field(default=None, pattern=r"^https?://[^\s]+$")
     """URL to which an OpenTelemetry collector accepts traces by OTLP over HTTP, such as
     http://127.0.0.1:4318/v1/traces; needs the extra trace."""
@@ -151,7 +151,7 @@ class ServeConfig(Config):
     """Prefix of the metrics' names; vllm for dashboards made for vLLM."""
     origins: tuple[str, ...] = ()
     """Origins whose pages may use the server from a browser (CORS), such as https://chat.example.com; * for all. On a
-    loopback address without API keys, requests may name their hosts, beside IP addresses and localhost."""
+    loopback address without API keys, requests may name their hosts, in addition to IP addresses and localhost."""
 
     @field_validator("replicas", mode="before")
     @classmethod
@@ -193,14 +193,14 @@ class ServeConfig(Config):
     def _check_adapters(self) -> "ServeConfig":
         names = [_name_and_path(each)[0] for each in self.adapters]
         if twice := next((name for name in names if names.count(name) > 1), None):
-            raise ConfigError(f"serve.adapters has two called '{twice}'; give each a name of its own")
+            raise ConfigError(f"serve.adapters has two called '{twice}'; give each a unique name")
         if self.adapters and self.batch_invariant:
             raise ConfigError(
-                "serve.adapters and serve.batch_invariant exclude each other: an adapter's products depend on other "
-                "requests; serve a merged model"
+                "serve.adapters and serve.batch_invariant are mutually exclusive: an adapter's products depend on "
+                "other requests; serve a merged model"
             )
         if self.adapters and self.upstreams:
-            raise ConfigError("serve.adapters belong to the upstreams' own models; leave them out here")
+            raise ConfigError("serve.adapters must be set on the upstream servers; remove them here")
         return self
 
     @property

@@ -17,7 +17,7 @@ LETTERS = " 'abcdefghijklmnopqrstuvwxyz"
 
 
 WORD_START = "▁"
-"""What a piece begins with if it begins a word."""
+"""The prefix of a piece that begins a word."""
 SPECTRUM_SAMPLES = 160
 """Samples from one spectrum to the next: 10 ms."""
 
@@ -30,7 +30,7 @@ class SpeechConfig(Config):
     letters: str = Field(default=LETTERS, min_length=1, max_length=1 << 16)
     """Each character is a label, from 1 on."""
     pieces: tuple[str, ...] = Field(default=(), max_length=1 << 16)
-    """Labels in the place of letters, from 1 on; those that begin with ▁ begin a word, those in <> have no text."""
+    """Labels used instead of letters, from 1 on; those that begin with ▁ begin a word, those in <> have no text."""
     layers: int = Field(default=4, gt=0, le=1 << 10)
     """Blocks of the encoder."""
     width: int = Field(default=128, gt=0, le=MAX_DIM)
@@ -48,7 +48,7 @@ class SpeechConfig(Config):
     joint_width: int = Field(default=128, gt=0, le=MAX_DIM)
     """Width of the joint network."""
     predictor: Literal["lstm", "stateless"] = "lstm"
-    """What labels so far the next one depends on: all, or the last two."""
+    """The context of the predictor: all labels so far, or the last two."""
     predictor_layers: int = Field(default=1, gt=0, le=64)
     """Layers of the LSTM."""
     predictor_width: int | None = Field(default=None, gt=0, le=MAX_DIM)
@@ -56,9 +56,9 @@ class SpeechConfig(Config):
     predictor_norm: bool = True
     """LayerNorm after the LSTM's embedding and after each of its layers."""
     letter_head: bool = True
-    """A second head, which is trained beside the transducer and used for alignment."""
+    """A second head, which is trained together with the transducer and used for alignment."""
     max_labels: int = Field(default=5, gt=0, le=1 << 10)
-    """Most labels that a search emits in a frame."""
+    """Maximum number of labels that a search emits per frame."""
     front_end: Literal["small", "resnet", "subsampling"] = "small"
     """small: log-mel spectra, two convolutions a picture. resnet: ResNet-18 of samples and of pictures. subsampling:
     causal convolutions over log-mel spectra, sound only.
@@ -95,7 +95,7 @@ class SpeechConfig(Config):
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if self.width % self.heads:
-            raise ConfigError(f"width {self.width} does not divide into {self.heads} heads; change one of them")
+            raise ConfigError(f"width {self.width} is not divisible by {self.heads} heads; change one of them")
         for name, labels in (("letters", self.letters), ("pieces", self.pieces)):
             if len(set(labels)) != len(labels):
                 twice = next(x for x in labels if labels.count(x) > 1)
@@ -103,11 +103,13 @@ class SpeechConfig(Config):
         if 0 < self.picture < 16:
             raise ConfigError(f"pictures of {self.picture} pixels are too small; use at least 16, or 0 for sound only")
         if self.front_end == "subsampling" and self.picture:
-            raise ConfigError("the front end subsampling has no pictures; set picture to 0, or use another front end")
+            raise ConfigError(
+                "the front end subsampling does not support pictures; set picture to 0, or use another front end"
+            )
         if self.family == "conformer":
             if self.right or self.memory or self.lookaheads:
                 raise ConfigError(
-                    f"the Conformer has neither look-ahead after a segment nor memories, and right is {self.right}, "
+                    f"the Conformer has neither look-ahead after a segment nor memories, but right is {self.right}, "
                     f"lookaheads {list(self.lookaheads)}, memory {self.memory}; set them to 0 and none: a frame sees "
                     "the rest of its segment"
                 )
@@ -122,7 +124,7 @@ class SpeechConfig(Config):
 
     @property
     def parts(self) -> int:
-        """Spectra of a frame, and labels of the letter head for it: one each 10 ms."""
+        """Spectra of a frame, and labels of the letter head for it: one per 10 ms."""
         return self.subsampling if self.front_end == "subsampling" else 4
 
     @property
@@ -158,12 +160,17 @@ class SpeechConfig(Config):
         )  # fmt: skip
 
     def labels(self, text: str) -> list[int]:
-        """The labels of ``text``, of each word the longest pieces first; raises DataError for an unknown character."""
+        """The labels of ``text``, with the longest pieces of each word first; raises DataError for an unknown
+        character.
+        """
         if self.pieces:
             return [label for word in text.split() for label in self._word_labels(word)]
         unknown = sorted(set(text) - set(self.letters))
         if unknown:
-            raise DataError(f"{text[:60]!r} has {unknown[0]!r}, and the recogniser's letters are {self.letters!r}")
+            raise DataError(
+                f"{text[:60]!r} has {' and '.join(map(repr, unknown[:3]))}, and the recogniser's letters are "
+                f"{self.letters!r}; spell the text in these"
+            )
         return [self.letters.index(letter) + 1 for letter in text]
 
     def _word_labels(self, word: str) -> list[int]:

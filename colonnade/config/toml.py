@@ -59,7 +59,7 @@ def _text(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as why:
         reason = why.strerror if isinstance(why, OSError) else f"not UTF-8 text (byte {why.start})"
-        raise ConfigError(f"{path} cannot be read: {reason}; give a file of settings in TOML") from None
+        raise ConfigError(f"{path} cannot be read: {reason}; use a TOML file of settings") from None
 
 
 def _loads(text: str, name: str) -> dict[str, Any]:
@@ -128,7 +128,7 @@ def _add_fields(table: Container, config: Config) -> Container:
             item = tomlkit.item(str(value) if isinstance(value, PurePath) else value)
             table.add(name, item.comment(_one_line(field.description)) if field.description else item)
         elif field.default is not None:
-            raise ConfigError(f"{type(config).__name__}.{name} is None, which TOML cannot say; set a value")
+            raise ConfigError(f"{type(config).__name__}.{name} is None, which TOML cannot represent; set a value")
     for name, value in inner.items():
         table.add(name, _add_fields(tomlkit.table(), value))
     return table

@@ -3,8 +3,8 @@
     [CLS] first [SEP] second [SEP]            segments 0 0 0 1 1        at most ``sequence`` tokens
 
 The sentence-order task, which of the two runs came first (Lan 2020, arXiv 1909.11942, section 3.1), replaces BERT's
-next-sentence task as in Megatron-LM, section 4.2. Only the content may reveal the order, so both runs are treated
-alike:
+next-sentence task as in Megatron-LM, section 4.2. Only the content may reveal the order, so both runs are treated in
+the same way:
 
 - A sample starts at the first sentence after a random position of its document and takes as many whole sentences as
   fit. A sentence that does not fit is dropped, not cut: a sentence that crosses a bound is longer than others, and its
@@ -13,7 +13,8 @@ alike:
 - If two sentences together exceed a sample, they are truncated after the swap, the longer one first, at both ends, to
   whole words (Devlin 2019, appendix A.2).
 - If a sentence is longer than a sample, or no sentence end is found, the sample is a run of words of twice its length,
-  cut between any two of them and truncated likewise: without its neighbour a word at the cut does not reveal the order.
+  cut between any two of them and truncated in the same way: without its neighbour a word at the cut does not reveal the
+  order.
 
 A share of ``short_seq_prob`` of the samples has a random shorter length (Devlin). A document of n tokens has
 ⌈n / (sequence − 3)⌉ samples an epoch, each in its own part of the document. A batch is padded at its end with sequences
@@ -27,8 +28,8 @@ none. A sample reads only a few times its length around its start to find them.
 Masks. Words are chosen in random order, each with the length of its n-gram, n with probability ∝ 1/n up to ``longest``,
 until ``share`` of the tokens are chosen; an n-gram that would exceed the budget is shortened, and none contains a
 special token (whole words and n-grams: Joshi 2020, arXiv 1907.10529, section 3.1, and Lan 2020, section 4.1). All
-tokens of an n-gram are treated alike, as in Joshi, because a visible piece would reveal the rest of its word: they
-become [MASK] with probability 0.8, random tokens with 0.1, and stay with 0.1 (Devlin 2019, section 3.1).
+tokens of an n-gram are treated in the same way, as in Joshi, because a visible piece would reveal the rest of its word:
+they become [MASK] with probability 0.8, random tokens with 0.1, and stay with 0.1 (Devlin 2019, section 3.1).
 
 Randomness. Every random number is a hash of (seed, number, index), where ``number`` counts the samples that a run has
 seen over all ranks. So a sample's position, cut, order and masks do not depend on the plan, the batch or a resume, and
@@ -195,7 +196,7 @@ def sentence_starts(tokens_T: np.ndarray, vocabulary: MaskingVocabulary) -> np.n
         return np.empty(0, np.int64)
     ends_T, closes_T = vocabulary.ends_V[tokens_T], vocabulary.closes_V[tokens_T]
     at_T = np.arange(T)
-    # For each token the last one up to it that is no closing quote or bracket: it may end a sentence.
+    # For each token the last one up to it that is not a closing quote or bracket: it may end a sentence.
     mark_T = np.maximum.accumulate(np.where(closes_T, 0, at_T))
     before_T = np.maximum(mark_T - 1, 0)
     after_T = np.minimum(mark_T + 1, T - 1)

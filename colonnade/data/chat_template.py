@@ -37,7 +37,7 @@ GENERATION_MARKER = "generation_marker"
 """The template variable that is printed before and after each ``{% generation %}`` part; undefined: nothing."""
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
-"""Who a message is from; fine-tuning and the server accept the same roles."""
+"""The sender of a message; fine-tuning and the server accept the same roles."""
 
 Message = dict[str, Any]
 """``{"role": "user", "content": "..."}`` and any other keys that the template reads."""
@@ -52,7 +52,7 @@ class ChatTemplate:
             self._template = _environment().from_string(source)
         except jinja2.TemplateSyntaxError as error:
             raise DataError(
-                f"chat template, line {error.lineno}: {error.message}; correct it, or load the model without one"
+                f"chat template, line {error.lineno}: {error.message}; fix it, or load the model without one"
             ) from None
 
     def render(self, messages: list[Message], /, **variables: Any) -> str:
@@ -168,7 +168,7 @@ class ChatEncoder:
             if not found:
                 raise RequestError(
                     "the model's chat template does not show the last message's content, which cannot be continued; "
-                    "leave continue_final_message out",
+                    "remove continue_final_message",
                     param="continue_final_message",
                 )
         if marker not in text:

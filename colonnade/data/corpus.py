@@ -243,14 +243,14 @@ class Corpus:
                 split.verify()
 
     def split(self, name: str) -> Split:
-        """The "train" or "validation" split; raises :class:`DataError` if it is empty or the name is another."""
+        """The "train" or "validation" split; raises :class:`DataError` if it is empty, and for any other name."""
         if name not in self._splits:
             raise DataError(f"{self.path} has no split '{name}'; choose one of {', '.join(self._splits)}")
         split = self._splits[name]
         if not split.tokens:
             raise DataError(
                 f"{self.path} has no {name} documents (its validation_share is {self.manifest.validation_share:g}); "
-                "build it with another share, or switch validation off (--train.eval_every 0)"
+                "build it with another share, or turn validation off (--train.eval_every 0)"
             )
         return split
 
@@ -263,7 +263,7 @@ class Corpus:
     def tokenizer(self) -> Tokenizer:
         """The tokenizer of the tokens; raises :class:`DataError` if there is none or its file has changed."""
         if not self.has_tokenizer:
-            raise DataError(f"{self.path} has tokens without a tokenizer; pass it: Trainer(…, tokenizer=…)")
+            raise DataError(f"{self.path} has tokens but no tokenizer; pass it: Trainer(…, tokenizer=…)")
         self._verify_tokenizer()
         return Tokenizer.from_file(self.path / "tokenizer")
 
@@ -272,4 +272,6 @@ class Corpus:
         if not file.is_file():
             raise DataError(f"{file} is missing; copy the corpus again, or build it again")
         if file_sha256(file) != self.manifest.tokenizer_sha256:
-            raise DataError(f"{file} is not the tokenizer of these tokens; copy it again, or build the corpus again")
+            raise DataError(
+                f"{file} is not the tokenizer that produced these tokens; copy it again, or build the corpus again"
+            )

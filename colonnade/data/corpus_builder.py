@@ -103,7 +103,7 @@ def build(
     """Write the corpus of ``sources`` to the folder ``out``, atomically, and return its manifest.
 
     - ``sources``: text, JSONL and Parquet files, folders of them, or (name, text) pairs.
-    - ``tokenizer``: used as it is. Without one a byte-level BPE (BERT's WordPiece with ``wordpiece``) of at most
+    - ``tokenizer``: used unchanged. Without one a byte-level BPE (BERT's WordPiece with ``wordpiece``) of at most
       ``vocab_size`` tokens (default 8192) is trained on about ``vocabulary_bytes`` of the training documents.
     - ``field``: the JSONL field or Parquet column with the text.
     - ``separator``: the text between two documents of a text file; None: each file is one document.
@@ -132,7 +132,7 @@ def build(
     size_bytes = total_bytes(files)
     holdout = choose_holdout(read_documents(files, options), validation_share)
     if objective == "pairs" and holdout.spans:
-        raise DataError("there is one pair, which cannot be trained on and held out; add others")
+        raise DataError("there is only one pair, which cannot be both trained on and held out; add more")
     report = progress or (lambda _: None)
 
     folder = temporary_folder(out)
@@ -188,16 +188,16 @@ def _read_options(sources: Sequence[Source], field: str, separator: str | None, 
         return ReadOptions(field, separator, tasks=tasks_by_source(sources))
     kind, _, name = tasks.partition(":")
     if kind != "field" or not name:
-        raise ConfigError(f"--tasks {tasks} is neither source nor field:NAME; use one of them, or leave it out")
+        raise ConfigError(f"--tasks {tasks} is neither source nor field:NAME; use one of them, or remove it")
     return ReadOptions(field, separator, name)
 
 
 def _pair_options(options: ReadOptions, separator: str | None, tasks: str | None) -> ReadOptions:
     if separator is not None or tasks is not None:
-        raise ConfigError("pairs have neither a separator nor tasks; leave --separator and --tasks out")
+        raise ConfigError("pairs have neither a separator nor tasks; remove --separator and --tasks")
     names = ["source", "target"] if options.field == "text" else options.field.split(",")
     if len(names) != 2 or not all(names):
-        raise ConfigError(f"--field {options.field} does not name two fields; give --field SOURCE,TARGET")
+        raise ConfigError(f"--field {options.field} does not name two fields; use --field SOURCE,TARGET")
     return options._replace(field=names[0], target_field=names[1])
 
 
@@ -207,7 +207,7 @@ def _with_sentinels(tokenizer: Tokenizer, *, trained: bool) -> Tokenizer:
         return tokenizer.with_special([sentinel(i) for i in reversed(range(SENTINELS))])
     if tokenizer.token_id(sentinel(0)) is None:
         raise DataError(
-            f"the tokenizer has no {sentinel(0)}, which span corruption needs; give one with T5's sentinels, or none "
+            f"the tokenizer has no {sentinel(0)}, which span corruption needs; use one with T5's sentinels, or none "
             "to train one"
         )
     return tokenizer
@@ -218,9 +218,9 @@ def _language_names(languages: str | None, objective: str) -> tuple[str, str] | 
         return None
     names = languages.split(",")
     if objective != "pairs":
-        raise ConfigError(f"--languages {languages} is for --objective pairs; leave it out")
+        raise ConfigError(f"--languages {languages} is for --objective pairs; remove it")
     if len(names) != 2 or not all(names):
-        raise ConfigError(f"--languages {languages} does not name two; give --languages eng_Latn,deu_Latn")
+        raise ConfigError(f"--languages {languages} does not name two; use --languages eng_Latn,deu_Latn")
     return names[0], names[1]
 
 
@@ -230,7 +230,7 @@ def _with_languages(tokenizer: Tokenizer, names: tuple[str, str], *, trained: bo
         return tokenizer.with_special(list(dict.fromkeys(names)))
     if missing := [name for name in names if tokenizer.token_id(name) not in tokenizer.special_ids]:
         raise DataError(
-            f"the tokenizer has no special token {missing[0]}; name languages that it has, or give no tokenizer to "
+            f"the tokenizer has no special token {missing[0]}; name languages that it has, or omit --tokenizer to "
             "train one"
         )
     return tokenizer
@@ -251,10 +251,10 @@ def _check_settings(
     separator: str | None,
 ) -> None:
     if tokenizer is not None and wordpiece:
-        raise ConfigError("--wordpiece trains a vocabulary, and a tokenizer is given; leave out one of them")
+        raise ConfigError("--wordpiece trains a vocabulary, but a tokenizer is given; remove one of them")
     if tokenizer is not None and vocab_size is not None:
         raise ConfigError(
-            f"--vocab_size {vocab_size} is for training a vocabulary, and --tokenizer is given; leave out one of them"
+            f"--vocab_size {vocab_size} is for training a vocabulary, but --tokenizer is given; remove one of them"
         )
     if vocab_size is not None and not 0 < vocab_size <= MAX_DIM:
         raise ConfigError(f"--vocab_size {vocab_size} is not from 1 to {MAX_DIM}; 8192 is usual for a small corpus")
@@ -263,7 +263,7 @@ def _check_settings(
     if shard_tokens < 1:
         raise ConfigError(f"shard_tokens {shard_tokens} is not positive; 2**27 makes files of 256 MiB")
     if separator == "":
-        raise ConfigError("an empty separator matches everywhere; give the text between documents, or no --separator")
+        raise ConfigError("an empty separator matches everywhere; use the text between documents, or omit --separator")
 
 
 def _sample_texts(chunks: Iterable[TextChunk], holdout: Holdout, share: float) -> Iterator[str]:

@@ -8,7 +8,7 @@ with the lowest hash is held out, or all but the one with the highest.
 
 In a corpus of a single document, ``share`` of its characters is held out, in spans spread evenly over it, because its
 end may differ from the rest (an index, a licence, an epilogue). Spans begin and end at the nearest paragraph boundary
-before, else at a sentence boundary, else at a word boundary. If a document is too short for two spans of
+before, otherwise at a sentence boundary, otherwise at a word boundary. If a document is too short for two spans of
 :data:`MIN_SPAN_CHARACTERS`, its end is held out.
 """
 
@@ -76,7 +76,9 @@ class Holdout(NamedTuple):
 
 
 def _boundary_before(text: str, at: int, near: int) -> int:
-    """The last end of a paragraph, else of a sentence, else of a word, at most ``near`` characters before ``at``."""
+    """The last end of a paragraph, otherwise of a sentence, otherwise of a word, at most ``near`` characters before
+    ``at``.
+    """
     begin = max(at - near, 0)
     for pattern in _BOUNDARIES:
         if boundaries := list(pattern.finditer(text, begin, at)):
@@ -97,7 +99,7 @@ def choose_holdout(chunks: Iterable[TextChunk], share: float) -> Holdout:
         if share == 0 or lowest < share <= highest:
             return Holdout(share)
     if not characters:
-        raise DataError("the corpus is empty: its sources have nothing but white space; add some text")
+        raise DataError("the corpus is empty: its sources contain only whitespace; add some text")
     if documents == 1:
         shorter = round(characters * min(share, 1 - share))  # the training text is in spans as well
         spans = max(1, min(shorter // MIN_SPAN_CHARACTERS, MAX_SPANS))
@@ -105,8 +107,8 @@ def choose_holdout(chunks: Iterable[TextChunk], share: float) -> Holdout:
         return Holdout(share, tuple(max(1, min(round(bound), characters - 1)) for bound in bounds[:-1]))
     if lowest == highest:
         raise DataError(
-            f"all {documents} documents are the same text, which cannot be both trained on and held out; "
-            "add others, or hold none out (--validation_share 0)"
+            f"all {documents} documents are identical, and one text cannot be both trained on and held out; add "
+            "others, or hold none out (--validation_share 0)"
         )
     return Holdout(highest if lowest < share else math.nextafter(lowest, 1))
 

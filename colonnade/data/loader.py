@@ -139,11 +139,12 @@ class Loader:
     ):
         """``objective`` is :class:`NextToken` of ``split`` by default.
 
-        Raises :class:`ConfigError` if the batch does not divide over the ranks, :class:`DataError` for too few tokens.
+        Raises :class:`ConfigError` if the batch cannot be divided over the ranks, :class:`DataError` for too few
+        tokens.
         """
         if batch % dp_size:
             raise ConfigError(
-                f"a batch of {batch} samples does not divide over {dp_size} data ranks; make it a multiple, such as "
+                f"a batch of {batch} samples is not divisible by {dp_size} data ranks; use a multiple, such as "
                 f"{-(-batch // dp_size) * dp_size}"
             )
         if objective is None:

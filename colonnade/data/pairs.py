@@ -159,7 +159,7 @@ class Pairs:
         ends = np.flatnonzero(tokens == self._end)
         if len(ends) != 2 or ends[-1] != len(tokens) - 1:
             raise DataError(
-                f"document {number} of the {self._split.name} split is no pair: it has {len(ends)} end tokens and "
+                f"document {number} of the {self._split.name} split is not a pair: it has {len(ends)} end tokens and "
                 "needs one after the source and one after the target; build the corpus with --objective pairs"
             )
         first, limit = int(ends[0]) + 1, self._config.sequence

@@ -34,7 +34,7 @@ class MapDataset(Protocol):
 
 TokenData = Iterable[Any] | MapDataset
 """Documents, each a list, array or tensor of token ids, or a mapping with one as "input_ids"."""
-_REMEDY = "give a list of token ids, or a mapping with input_ids"
+_REMEDY = "pass a list of token ids, or a mapping with input_ids"
 
 
 def write_tokens(
@@ -70,7 +70,7 @@ def write_tokens(
             for name, part in zip(SPLITS, (data, () if validation is None else validation), strict=True)
         )
         if not train.tokens:
-            raise DataError("the data has no tokens; if it is an iterator that was read before, create a new one")
+            raise DataError("the data has no tokens; if it is an exhausted iterator, create a new one")
         if tokenizer is not None:
             tokenizer.save(folder / "tokenizer")
         manifest = Manifest(
@@ -87,7 +87,7 @@ def write_tokens(
             return manifest
         if keep:
             raise DataError(
-                f"the data differs from {out}, with which the run was started; give the same data, leave it out and "
+                f"the data differs from {out}, with which the run was started; pass the same data, omit it and "
                 f"set data.path to {out}, or use another run name"
             )
         if out.exists() and not (out / MANIFEST).is_file():
@@ -116,12 +116,12 @@ def _write(
 
 def _items(data: TokenData) -> Iterator[Any]:
     if isinstance(data, str | bytes | Mapping):
-        raise DataError(f"the data is {short_repr(data)}; give documents, each a list of token ids")
+        raise DataError(f"the data is {short_repr(data)}; pass documents, each a list of token ids")
     if isinstance(data, Iterable):
         return iter(data)
     if isinstance(data, MapDataset):
         return (data[i] for i in range(len(data)))
-    raise DataError(f"the data is a {type(data).__name__}; give an iterable of token lists, or a PyTorch dataset")
+    raise DataError(f"the data is a {type(data).__name__}; pass an iterable of token lists, or a PyTorch dataset")
 
 
 def _ids(item: object, number: int, vocab_size: int) -> np.ndarray:
@@ -129,7 +129,7 @@ def _ids(item: object, number: int, vocab_size: int) -> np.ndarray:
     value: Any = item.get("input_ids") if isinstance(item, Mapping) else item
     if isinstance(value, str | bytes):
         raise DataError(
-            f"item {number} of the data is text, {short_repr(value)}; {_REMEDY}, or build a corpus of texts"
+            f"item {number} of the data is text, {short_repr(value)}; {_REMEDY}, or build a corpus from text"
         )
     try:
         ids = np.asarray(value)
@@ -140,7 +140,7 @@ def _ids(item: object, number: int, vocab_size: int) -> np.ndarray:
     if ids.size and (ids.min() < 0 or ids.max() >= vocab_size):
         invalid = ids.min() if ids.min() < 0 else ids.max()
         raise DataError(
-            f"item {number} of the data has token {invalid}, and the vocabulary is {vocab_size}; give ids from 0 to "
+            f"item {number} of the data has token {invalid}, and the vocabulary is {vocab_size}; use ids from 0 to "
             f"{vocab_size - 1}"
         )
     return ids

@@ -1,6 +1,6 @@
 """Reads documents from text, JSON Lines (also gzipped), Parquet and Arrow files, one at a time.
 
-Never a whole corpus is in memory. Arrow files are those that Hugging Face's ``datasets`` saves.
+A whole corpus is never in memory. Arrow files are those that Hugging Face's ``datasets`` saves.
 
 A sample corpus is read from a Python package's data files; its code is never imported.
 
@@ -81,20 +81,20 @@ def read_documents(files: Iterable[Source], options: ReadOptions) -> Iterator[Te
             chunks = _in_file(Path(source), options)
         task = options.tasks.get(source)
         if options.task_field and isinstance(source, tuple):
-            raise DataError(f"{source[0]} is plain text, which has no field '{options.task_field}'; leave --tasks out")
+            raise DataError(f"{source[0]} is plain text, which has no field '{options.task_field}'; remove --tasks")
         try:
             yield from chunks if task is None else (chunk._replace(task=task) for chunk in chunks)
         except OSError as error:
-            raise DataError(f"{error.filename}: {error.strerror}; make it readable, or leave it out") from None
+            raise DataError(f"{error.filename}: {error.strerror}; make it readable, or exclude it") from None
 
 
 def _files_of(path: Path) -> list[Path]:
     if path.is_file():
         return [path]
     if not path.is_dir():
-        raise DataError(f"{path} does not exist; give text, JSONL, Parquet or Arrow files, or folders of them")
+        raise DataError(f"{path} does not exist; use text, JSONL, Parquet or Arrow files, or folders of them")
     inside = sorted(p for p in path.rglob("*") if p.is_file() and not _is_hidden(p.relative_to(path)))
-    arrow = {p.parent for p in inside if _suffix(p) == ".arrow"}  # datasets writes its own .json files beside
+    arrow = {p.parent for p in inside if _suffix(p) == ".arrow"}  # datasets writes its own .json files next to them
     known = [
         p
         for p in inside
@@ -125,7 +125,7 @@ def tasks_by_source(sources: Sequence[Source]) -> dict[Source, str]:
         task = source[0] if isinstance(source, tuple) else str(source)
         for file in find_files([source]):
             if tasks.setdefault(file, task) != task:
-                raise DataError(f"{file} is in {tasks[file]} and in {task}, which are two tasks; name it once")
+                raise DataError(f"{file} is in {tasks[file]} and in {task}, which are two tasks; pass it once")
     return tasks
 
 
@@ -166,8 +166,8 @@ def _read_pairs(chunks: Iterable[str], name: str) -> Iterator[TextChunk]:
                 columns = line.rstrip("\r").split("\t")
                 if len(columns) != 2:
                     raise DataError(
-                        f"{name}:{number}: {len(columns)} columns, and a pair is a source, a tab and a target; correct "
-                        "the line, or give JSONL with --field SOURCE,TARGET"
+                        f"{name}:{number}: {len(columns)} columns, but a pair is a source, a tab and a target; fix "
+                        "the line, or use JSONL with --field SOURCE,TARGET"
                     )
                 yield from pair_chunks(columns[0], columns[1], f"{name}:{number}", len(line.encode()) + 1)
 
@@ -179,7 +179,7 @@ def _decode_utf8(file: Path) -> Iterator[str]:
         while True:
             chunk = stream.read(_READ_BYTES)
             if (nul := chunk.find(0)) >= 0:
-                raise DataError(f"{file} is not text: NUL byte at offset {offset + nul}; leave it out or convert it")
+                raise DataError(f"{file} is not text: NUL byte at offset {offset + nul}; convert or exclude it")
             try:
                 text = decoder.decode(chunk, final=not chunk)
             except UnicodeDecodeError as error:
@@ -187,7 +187,7 @@ def _decode_utf8(file: Path) -> Iterator[str]:
                 at = offset + len(chunk) - len(error.object) + error.start
                 raise DataError(
                     f"{file} is not UTF-8 text: byte 0x{error.object[error.start]:02x} at offset {at}; "
-                    "convert it to UTF-8 (iconv), unpack it, or leave it out"
+                    "convert it to UTF-8 (iconv), unpack it, or exclude it"
                 ) from None
             if not chunk:
                 return
@@ -238,7 +238,7 @@ def _lines(stream: Iterable[bytes], file: Path) -> Iterator[bytes]:
     try:
         yield from stream
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise DataError(f"{file} is not a whole gzip file: {error}; fetch or compress it again") from None
+        raise DataError(f"{file} is not a whole gzip file: {error}; download or compress it again") from None
 
 
 def _read_parquet(file: Path, options: ReadOptions) -> Iterator[TextChunk]:
@@ -253,7 +253,7 @@ def _read_parquet(file: Path, options: ReadOptions) -> Iterator[TextChunk]:
             row_bytes = file.stat().st_size // max(table.metadata.num_rows, 1)
             yield from _read_rows(file, table.iter_batches(batch_size=256, columns=columns), row_bytes, options)
     except (pyarrow.ArrowInvalid, pyarrow.ArrowException, UnicodeDecodeError) as error:
-        raise DataError(f"{file} is not a readable Parquet file: {error}; fetch or write it again") from None
+        raise DataError(f"{file} is not a readable Parquet file: {error}; download or write it again") from None
 
 
 def _read_arrow(file: Path, options: ReadOptions) -> Iterator[TextChunk]:
@@ -269,7 +269,7 @@ def _read_arrow(file: Path, options: ReadOptions) -> Iterator[TextChunk]:
             batches = (table.get_batch(i) for i in range(table.num_record_batches)) if is_file else iter(table)
             yield from _read_rows(file, batches, None, options)
     except (pyarrow.ArrowInvalid, pyarrow.ArrowException, UnicodeDecodeError) as error:
-        raise DataError(f"{file} is not a readable Arrow file: {error}; fetch or save it again") from None
+        raise DataError(f"{file} is not a readable Arrow file: {error}; download or save it again") from None
 
 
 def _columns(file: Path, names: Sequence[str], options: ReadOptions) -> list[str]:
@@ -306,9 +306,7 @@ def _read_rows(file: Path, batches: Iterable[Any], row_bytes: int | None, option
 def _task_name(value: object, place: str) -> str:
     """The task as a string; raises :class:`DataError` for anything but a string or an integer."""
     if isinstance(value, bool) or not isinstance(value, (str, int)):
-        raise DataError(
-            f"{place} is {json_type(value)}, and a task is a name or a number; correct or remove this record"
-        )
+        raise DataError(f"{place} is {json_type(value)}, but a task is a name or a number; fix or remove this record")
     return str(value)
 
 

@@ -1,4 +1,4 @@
-"""Documents as chunks of text: a long document is cut where no tokenizer joins what stands on both sides.
+"""Documents as chunks of text: a long document is cut where no tokenizer joins the text on both sides.
 
 Documents are read in chunks of at most ``CHUNK_CHARACTERS``, because a tokenizer needs a hundred times the memory of
 its text. Nearly all documents are one chunk. A longer one is cut between a letter or digit and the white space after
@@ -33,9 +33,9 @@ class TextChunk(NamedTuple):
 
 
 def record_chunks(value: object, place: str, size_bytes: int, task: str | None, title: object) -> Iterator[TextChunk]:
-    """The chunks of one record's document; the last one has the record's size in bytes. Only a text is a title."""
+    """The chunks of one record's document; the last one has the record's size in bytes. A title must be a string."""
     if not isinstance(value, str):
-        raise DataError(f"{place} is {json_type(value)}, not text; correct or remove this record")
+        raise DataError(f"{place} is {json_type(value)}, not text; fix or remove this record")
     check_characters(value, place)
     title = title if isinstance(title, str) else None
     for chunk in split_chunks([value]):
@@ -72,14 +72,14 @@ def check_characters(text: str, place: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise DataError(f"{place}: character {error.start} is a lone surrogate, which is no text; correct it") from None
+        raise DataError(f"{place}: character {error.start} is a lone surrogate, which is not text; fix it") from None
 
 
 def pair_chunks(source: object, target: object, place: str, size_bytes: int) -> Iterator[TextChunk]:
     """The chunks of one pair, a document."""
     for value, what in ((source, "source"), (target, "target")):
         if not isinstance(value, str) or not value.strip():
-            raise DataError(f"{place}: the {what} of a pair is empty or no text; correct or remove the pair")
+            raise DataError(f"{place}: the {what} of a pair is empty or not text; fix or remove the pair")
         check_characters(value, place)
         for chunk in split_chunks([value]):
             last = chunk.last and what == "target"

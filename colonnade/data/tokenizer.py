@@ -54,7 +54,7 @@ class Tokenizer:
         """Rows that an embedding needs: the largest id + 1."""
         for token in (*self.eos_ids, *(() if bos_id is None else (bos_id,))):
             if not 0 <= token < self.vocab_size:
-                raise DataError(f"special token id {token} is outside the vocabulary of {self.vocab_size}; correct it")
+                raise DataError(f"special token id {token} is outside the vocabulary of {self.vocab_size}; fix it")
 
     @classmethod
     def from_model(cls, source: Path | Callable[[], tuple[Any, ...]]) -> Self | None:
@@ -66,7 +66,7 @@ class Tokenizer:
 
     @classmethod
     def from_file(cls, path: str | Path) -> Self:
-        """The tokenizer of a folder (Colonnade's or Hugging Face's), or of a ``tokenizer.json`` and the files beside
+        """The tokenizer of a folder (Colonnade's or Hugging Face's), or of a ``tokenizer.json`` and the files next to
         it.
 
         Raises :class:`DataError`, naming the file, if there is none or it cannot be read.
@@ -81,12 +81,12 @@ class Tokenizer:
             if core.token_to_id(END) is not None:
                 core.add_special_tokens([END])
         else:
-            raise DataError(f"{file} does not exist; give a tokenizer.json, or a folder that holds one")
+            raise DataError(f"{file} does not exist; use a tokenizer.json, or a folder with one")
         return cls(core, *read_special_tokens(folder, core))
 
     @classmethod
     def from_bpe_files(cls, vocab: str | Path, merges: str | Path) -> Self:
-        """GPT-2's original two files: ``vocab`` (JSON, token to id) and ``merges`` (one pair a line)."""
+        """GPT-2's original two files: ``vocab`` (JSON, token to id) and ``merges`` (one pair per line)."""
         core = byte_level_bpe(Path(vocab), Path(merges))
         core.add_special_tokens([END])
         return cls._with_document_end(core)
@@ -127,7 +127,7 @@ class Tokenizer:
 
     @property
     def info(self) -> dict[str, Any]:
-        """What transformers' ``tokenizer_config.json`` says of it: class, special tokens, chat template."""
+        """The contents of transformers' ``tokenizer_config.json``: class, special tokens, chat template."""
         to_token = self._core.id_to_token
         config = {
             "tokenizer_class": "PreTrainedTokenizerFast",
@@ -162,7 +162,7 @@ class Tokenizer:
         """The ids of ``text``; ``special`` adds the tokens that begin or end every text (BOS).
 
         Special tokens spelled in the text become their ids, as chat templates need. Raises :class:`RequestError` for a
-        lone surrogate, which is no character.
+        lone surrogate, which is not a character.
         """
         try:
             return self._core.encode(text, add_special_tokens=special).ids
@@ -195,7 +195,7 @@ class Tokenizer:
     def encode_truncated(
         self, first: str, second: str | None = None, *, special: bool = True, max_tokens: int | None = None
     ) -> tuple[list[int], list[int]]:
-        """(ids, segments) of a text or a pair, of which at most ``max_tokens`` are kept, from the beginning.
+        """(ids, segments) of a text or a pair, truncated to the first ``max_tokens``.
 
         Special tokens count, and are added after truncating (``special``). Of a pair the longer text is truncated
         first. Raises :class:`RequestError` for a lone surrogate, and if the special tokens alone are too many.
@@ -206,7 +206,7 @@ class Tokenizer:
             room = max_tokens - added
             if room < len(parts):
                 raise RequestError(
-                    f"truncate_prompt_tokens is {max_tokens}, and {added} tokens are the special ones; set it to "
+                    f"truncate_prompt_tokens is {max_tokens}, but {added} special tokens are added; set it to "
                     f"{added + len(parts)} or more",
                     param="truncate_prompt_tokens",
                 )

@@ -1,4 +1,4 @@
-"""Reads a tokenizer's files: ``tokenizer.json``, and the special tokens and chat template in the files beside it.
+"""Reads a tokenizer's files: ``tokenizer.json``, and the special tokens and chat template in the files next to it.
 
 ``tokenizer.json`` has the vocabulary and the rules that split text. The ids that begin and end a text and the chat
 template are spread over ``tokenizer_config.json``, ``special_tokens_map.json``, ``generation_config.json`` (all EOS
@@ -17,8 +17,8 @@ CONFIG_KEY = "colonnade"
 """Our key in tokenizer_config.json for the BOS and EOS ids; transformers ignores it."""
 
 TURNS = "{% for message in messages %}{{ message['content'] }}{{ eos_token }}{% endfor %}"
-"""The conversation of DialoGPT (arXiv 1911.00536), whose configuration says "conversational" and which has no template:
-turns without roles, each with an EOS token.
+"""The chat template of DialoGPT (arXiv 1911.00536), which has no template of its own but is configured as
+"conversational": turns without roles, each with an EOS token.
 """
 
 
@@ -27,17 +27,17 @@ def read_core(file: Path) -> tokenizers.Tokenizer:
     try:
         return tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # noqa: BLE001 - the library raises a plain Exception for any error
-        raise DataError(f"{file} is not a tokenizer.json: {error}; fetch or save it again") from None
+        raise DataError(f"{file} is not a tokenizer.json: {error}; download or save it again") from None
 
 
 def read_special_tokens(folder: Path, core: tokenizers.Tokenizer) -> tuple[int | None, tuple[int, ...], str | None]:
-    """(bos_id, eos_ids, chat_template) from the files beside ``tokenizer.json``."""
+    """(bos_id, eos_ids, chat_template) from the files next to ``tokenizer.json``."""
     config = _read_json(folder / "tokenizer_config.json")
     tokens = _read_json(folder / "special_tokens_map.json") | config
     generation = _read_json(folder / "generation_config.json")
     saved = config.get(CONFIG_KEY, {})
 
-    # BERT's tokenizers have [CLS] and [SEP] in place of BOS and EOS.
+    # BERT's tokenizers have [CLS] and [SEP] instead of BOS and EOS.
     bos_id = saved.get("bos_id", _id_of(tokens.get("bos_token") or tokens.get("cls_token"), core))
     bos_id = generation.get("bos_token_id") if bos_id is None else bos_id
     ends = [
@@ -73,7 +73,7 @@ def _read_json(file: Path) -> dict[str, Any]:
     try:
         value = json.loads(file.read_text("utf-8"))
     except ValueError as error:
-        raise DataError(f"{file} is not JSON: {error}; fetch it again") from None
+        raise DataError(f"{file} is not JSON: {error}; download it again") from None
     if not isinstance(value, dict):
-        raise DataError(f"{file} contains {type(value).__name__}, not a JSON object; fetch it again")
+        raise DataError(f"{file} contains {type(value).__name__}, not a JSON object; download it again")
     return value

@@ -36,7 +36,7 @@ BYTE_LEVEL = {chr(byte): byte for byte in _VISIBLE} | {chr(256 + i): byte for i,
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, special: tuple[str, ...] = (END,)) -> tokenizers.Tokenizer:
-    """Train a vocabulary of at most ``vocab_size`` tokens; the result does not depend on the order of the texts.
+    """Train a vocabulary of at most ``vocab_size`` tokens; the result does not depend on the order of the documents.
 
     ``special`` tokens have the first ids, followed by the 256 bytes and the merges. A small corpus may yield fewer
     merges and so a smaller vocabulary. Raises :class:`ConfigError` for less than 256 + len(special).
@@ -64,17 +64,19 @@ def byte_level_bpe(vocab: Path, merges: Path) -> tokenizers.Tokenizer:
     """The tokenizer of GPT-2's two files; raises :class:`DataError`, naming the file, if one is missing or invalid."""
     for file in (vocab, merges):
         if not file.is_file():
-            raise DataError(f"{file} does not exist; GPT-2's tokenizer is two files, the vocabulary and its merges")
+            raise DataError(
+                f"{file} does not exist; GPT-2's tokenizer consists of two files, the vocabulary and its merges"
+            )
     try:
         ids = json.loads(vocab.read_text("utf-8"))
     except ValueError as error:
-        raise DataError(f"{vocab} is not JSON: {error}; give the vocabulary file, token to id") from None
+        raise DataError(f"{vocab} is not JSON: {error}; use the vocabulary file, which maps tokens to ids") from None
     lines = merges.read_text("utf-8").splitlines()
     rules = [line.partition(" ") for line in lines if line and not line.startswith("#version")]
     try:
         return _assemble(models.BPE(vocab=ids, merges=[(left, right) for left, _, right in rules]))
     except Exception as error:  # noqa: BLE001 - the library raises a plain Exception for a merge of unknown tokens
-        raise DataError(f"{merges} does not fit {vocab}: {error}; give the two files of one tokenizer") from None
+        raise DataError(f"{merges} does not fit {vocab}: {error}; use two files of the same tokenizer") from None
 
 
 def _assemble(model: models.BPE) -> tokenizers.Tokenizer:
@@ -91,8 +93,8 @@ def train_wordpiece(texts: Iterable[str], vocab_size: int, *, lowercase: bool = 
     """
     if vocab_size < _MIN_WORDPIECE_SIZE:
         raise ConfigError(
-            f"a WordPiece vocabulary of {vocab_size} is too small for a text's characters; use {_MIN_WORDPIECE_SIZE} "
-            "or more"
+            f"a WordPiece vocabulary of {vocab_size} is too small for the characters of a text; use "
+            f"{_MIN_WORDPIECE_SIZE} or more"
         )
     core = tokenizers.Tokenizer(models.WordPiece(unk_token=UNKNOWN))
     core.normalizer = normalizers.BertNormalizer(lowercase=lowercase)

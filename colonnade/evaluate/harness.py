@@ -125,7 +125,7 @@ class HarnessModel(TemplateLM):
             limit = sampling(given).max_tokens or MAX_GENERATED
             if limit >= self.max_length:
                 raise ConfigError(
-                    f"a task generates {limit} tokens, and the model's context is {self.max_length}; give a model with "
+                    f"a task generates {limit} tokens, and the model's context is {self.max_length}; use a model with "
                     "a longer one"
                 )
             asked.append((self.tok_encode(context)[-(self.max_length - limit) :], dict(given)))
@@ -143,7 +143,7 @@ def sampling(given: dict[str, Any]) -> SamplingParams:
     known = {name: more.pop(name) for name in ("top_k", "top_p", "min_p", "repetition_penalty") if name in more}
     if more or given.get("num_beams", 1) != 1:
         names = ", ".join(more) or "num_beams"
-        raise ConfigError(f"a task generates with {names}, which the engine does not have; leave it out of the task")
+        raise ConfigError(f"a task generates with {names}, which the engine does not support; remove it from the task")
     return SamplingParams(
         temperature=float(given.get("temperature", 1.0)) if sample else 0.0, max_tokens=limit or MAX_GENERATED,
         seed=1234, stop=[until] if isinstance(until, str) else list(until), **known,
@@ -151,7 +151,7 @@ def sampling(given: dict[str, Any]) -> SamplingParams:
 
 
 class _Generator:
-    """Generates a replica's share of the texts, on every rank of the model's layout."""
+    """Generates a replica's share of the outputs, on every rank of the model's layout."""
 
     def __init__(self, scorer: Scorer, tokenizer: Tokenizer, serve: ServeConfig):
         self._scorer, self._tokens, self._serve = scorer, tokenizer, serve

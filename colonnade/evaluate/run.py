@@ -40,14 +40,14 @@ FROM_FILES = {"wikitext103": "wiki.test.tokens", "lambada": "lambada_test.jsonl"
 
 
 class TaskOptions(NamedTuple):
-    """What to evaluate."""
+    """The tasks to evaluate, and their options."""
 
     tasks: tuple[str, ...]
     """Names, or YAML files of tasks."""
     limit: int | None = None
     """Examples of each task; None: all."""
     shots: int | None = None
-    """Solved examples before each question; None: as the task says."""
+    """Solved examples before each question; None: as defined by the task."""
     data: tuple[Path, ...] = ()
     """Files of the tasks that need one, by their usual names, or in this order."""
     chat: bool = False
@@ -65,7 +65,7 @@ class TaskResult:
     stderr: dict[str, float] = field(default_factory=dict)
     examples: int = 0
     samples: tuple[dict[str, Any], ...] = ()
-    """A few examples with the model's answers."""
+    """A few examples with the model's outputs."""
 
 
 def own_tasks() -> list[str]:
@@ -74,9 +74,9 @@ def own_tasks() -> list[str]:
 
 
 def check_tasks(options: TaskOptions) -> TaskManager:
-    """A manager that knows all tasks; raises :class:`ConfigError` for an unknown one, before a model is loaded."""
+    """A manager of all tasks; raises :class:`ConfigError` for an unknown one, before a model is loaded."""
     if options.limit is not None and options.limit < 1:
-        raise ConfigError(f"--limit {options.limit} is not positive; leave it out for all examples")
+        raise ConfigError(f"--limit {options.limit} is not positive; omit it for all examples")
     if options.shots is not None and not 0 <= options.shots <= 1000:
         raise ConfigError(f"--shots {options.shots} is not from 0 to 1,000")
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
@@ -225,7 +225,7 @@ def _data_file(task: str, options: TaskOptions) -> Path:
     if len(wanted) == len(options.data) == 1 and not options.data[0].is_dir():
         return options.data[0]
     schema = "WikiText-103's tokens separated by spaces" if task == "wikitext103" else 'lines like {"text": "…"}'
-    raise DataError(f"task {task} needs the file {usual} ({schema}); give it, or its folder, with --data")
+    raise DataError(f"task {task} needs the file {usual} ({schema}); pass it, or its folder, with --data")
 
 
 def _load_yaml(path: Path) -> dict[str, Any]:
@@ -244,7 +244,7 @@ def _needed_data(task: str, manager: TaskManager) -> str:
     index = manager.task_index.get(task)
     path = getattr(index, "yaml_path", None)
     where = f"its definition is {path}" if path else "see its definition"
-    return f"{where}; data of the hub must be in the cache of datasets, or reachable"
+    return f"{where}; data from the Hub must be in the datasets cache, or the Hub reachable"
 
 
 def _first_line(error: BaseException) -> str:

@@ -1,9 +1,9 @@
 """Log-likelihoods of continuations, many in one forward pass.
 
 Requests are packed without padding, longest first, up to a budget of tokens. Requests with the same context (the
-answers to one question) share its tokens: the context is run once, and each answer attends to it and to itself
-(:mod:`~colonnade.kernels.attention.shared_prefix`). Rank 0 plans the passes and sends them to the other ranks, which
-run :meth:`Scorer.follow`: each data rank, a replica of the model, gets every dp-th batch. The logits stay sharded
+continuations of one question) share its tokens: the context is run once, and each continuation attends to it and to
+itself (:mod:`~colonnade.kernels.attention.shared_prefix`). Rank 0 plans the passes and sends them to the other ranks,
+which run :meth:`Scorer.follow`: each data rank, a replica of the model, gets every dp-th batch. The logits stay sharded
 (:class:`~colonnade.model.TokenLogprobs`).
 """
 
@@ -59,7 +59,7 @@ class _Answer(NamedTuple):
 
 
 class _Group(NamedTuple):
-    """A sequence, the continuations that share it as their prefix, and the requests that they answer."""
+    """A sequence, the continuations that share it as their prefix, and the requests that they belong to."""
 
     prefix: Tokens
     continuations: list[Tokens]
@@ -72,7 +72,7 @@ class _Group(NamedTuple):
 
 
 class _Pass(NamedTuple):
-    """What one forward pass computes; sent to all ranks."""
+    """The work of one forward pass; sent to all ranks."""
 
     prefixes: list[int]
     """Lengths."""
@@ -107,7 +107,7 @@ class Scorer:
 
     def __post_init__(self) -> None:
         if not self.model.config.causal:
-            raise ConfigError("log-likelihoods need a causal model, and this one attends in both directions")
+            raise ConfigError("log-likelihoods need a causal model, but this one attends in both directions")
         self._device = next(self.model.parameters()).device
         self.budget_tokens = self.budget_tokens or BUDGET_TOKENS[self._device.type]
         self.ranks = self.model.axes.token_replicas
@@ -189,7 +189,7 @@ class Scorer:
         found = defaultdict[Tokens, defaultdict[Tokens, list[tuple[int, list[int]]]]](lambda: defaultdict(list))
         for number, (context, targets) in enumerate(requests):
             if not context:
-                raise RequestError(f"request {number} has no context; begin it with the tokenizer's BOS or end token")
+                raise RequestError(f"request {number} has no context; start it with the tokenizer's BOS or end token")
             if len(targets) > limit:
                 raise RequestError(
                     f"request {number} scores {plural(len(targets), 'token')}, more than the context of {limit}; "
@@ -217,7 +217,7 @@ class Scorer:
             continuations = [inputs for inputs in part if inputs]
             places: dict[Tokens, int | None] = dict(zip(continuations, range(len(continuations)), strict=True))
             prefix = context
-            if len(continuations) == 1:  # one sequence, in which a shorter answer is a row
+            if len(continuations) == 1:  # one sequence, in which a shorter continuation is a row
                 prefix, continuations, places = context + continuations[0], [], {}
             answers = [
                 _Answer(number, targets, len(context), places.get(inputs))

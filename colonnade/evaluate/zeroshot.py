@@ -52,7 +52,7 @@ def wikitext103(
     words = len(raw.strip().split(" "))
     tokens = tokenizer.encode(detokenize_wikitext(raw.strip()), special=False)
     if words < 2 or len(tokens) < 2:
-        raise DataError(f"the text has {plural(words, 'word')}; give wiki.test.tokens of WikiText-103")
+        raise DataError(f"the text has {plural(words, 'word')}; use wiki.test.tokens of WikiText-103")
     window = min(WINDOW, scorer.model.config.context)
     requests = []
     for start in window_starts(len(tokens) - 1, window, min(STRIDE, window)):
@@ -69,12 +69,14 @@ def wikitext103(
 def lambada(
     scorer: Scorer, tokenizer: Tokenizer, texts: list[str], progress: Progress = lambda *_: None
 ) -> dict[str, float]:
-    """The share of ``texts`` whose last word is predicted, with its standard error, and the word's perplexity."""
+    """The share of ``texts`` with a correctly predicted last word, with its standard error, and the word's
+    perplexity.
+    """
     requests = []
     for text in texts:
         words = text.split()
         if len(words) < 2:
-            raise DataError(f"'{text[:60]}' has no last word after others; give passages, such as LAMBADA's test set")
+            raise DataError(f"'{text[:60]}' has no last word after others; use passages, such as LAMBADA's test set")
         context = text[: text.rindex(words[-1])].strip()
         requests.append(
             Request(tokenizer.encode(context, special=False), tokenizer.encode(" " + words[-1], special=False))
@@ -90,7 +92,9 @@ def lambada(
 def read_lambada(path: Path) -> list[str]:
     """The passages of ``lambada_test.jsonl``: one object with a text in each line."""
     texts: list[str] = []
-    for number, line in enumerate(_read(path, "lambada", 'lines like {"text": "…"}').splitlines(), 1):
+    for number, line in enumerate(_read(path, "lambada", 'lines like {"text": "…"}').split("\n"), 1):
+        if not line.strip():
+            continue
         try:
             record: Any = json.loads(line)
         except ValueError as error:
@@ -99,7 +103,7 @@ def read_lambada(path: Path) -> list[str]:
             raise DataError(f'{path}:{number}: no text; lambada needs lines like {{"text": "…"}}')
         texts.append(record["text"])
     if not texts:
-        raise DataError(f"{path} is empty; give lambada_test.jsonl")
+        raise DataError(f"{path} is empty; use lambada_test.jsonl")
     return texts
 
 
@@ -112,6 +116,6 @@ def _read(path: Path, task: str, schema: str) -> str:
     try:
         return path.read_text("utf-8")
     except OSError as error:
-        raise DataError(f"task {task} needs {path} ({schema}): {error.strerror}; give the file with --data") from None
+        raise DataError(f"task {task} needs {path} ({schema}): {error.strerror}; pass the file with --data") from None
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not UTF-8 text (byte {error.start}); task {task} needs {schema}") from None

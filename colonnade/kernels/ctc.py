@@ -34,7 +34,7 @@ def align(logprobs_TV: Tensor, labels: Sequence[int], blank: int = 0) -> list[Sp
         raise DataError(f"labels must be in 0..{V - 1} and not the blank, {blank}")
     if len(labels) + repeats > T:
         raise DataError(
-            f"{T} frames cannot hold {len(labels)} labels and {repeats} repeats, which need a blank between; "
+            f"{T} frames cannot hold {len(labels)} labels and {repeats} repeats, which need a blank in between; "
             "use shorter text or longer audio"
         )
     if not labels:

@@ -55,7 +55,7 @@ def _host_tensor(values: Sequence[Any] | Tensor, dtype: torch.dtype, pinned: boo
     if isinstance(values[0], Sequence):
         widths = {len(row) for row in values}
         if len(widths) > 1:
-            raise ValueError(f"rows of {sorted(widths)} numbers; give each as many")
+            raise ValueError(f"rows of {sorted(widths)} numbers; all rows must have the same length")
         shape, values = (len(values), *widths), list(chain.from_iterable(values))
     flat = array(code, values)
     x = torch.frombuffer(flat, dtype=dtype).view(shape) if flat else torch.empty(shape, dtype=dtype)

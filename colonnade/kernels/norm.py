@@ -11,7 +11,9 @@ from torch.nn import functional as F
 
 
 def norm(x: Tensor, weight_D: Tensor, bias_D: Tensor | None, eps: float) -> Tensor:
-    """Normalises rows of ``x`` (…, D): LayerNorm if there is a bias, else RMSNorm; means are in at least float32."""
+    """Normalises rows of ``x`` (…, D): LayerNorm if there is a bias, otherwise RMSNorm; means are in at least
+    float32.
+    """
     if bias_D is None:
         return F.rms_norm(x, weight_D.shape, weight_D, eps)
     return F.layer_norm(x, weight_D.shape, weight_D, bias_D, eps)

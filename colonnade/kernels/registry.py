@@ -1,8 +1,8 @@
 """Kernel registry: which implementation runs an operation for a device and dtype.
 
 Implementations are listed in order of preference; the first that fits is used. ``kernels="reference"`` selects the
-plain one, which tells a kernel's bug from a model's. The contract tests of attention, linear, dropout and experts are
-parametrised over this table.
+plain one, to distinguish a kernel's bug from a model's. The contract tests of attention, linear, dropout and experts
+are parametrised over this table.
 """
 
 import difflib

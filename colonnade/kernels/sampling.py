@@ -69,7 +69,7 @@ def sample_noise(seed_R: Tensor, index_R: Tensor) -> Tensor:
 def by_row_(function: Callable[[Tensor], Tensor], x_RV: Tensor) -> Tensor:
     """Apply an element-wise function in place, on a CPU one row at a time, so that no row's bits depend on the others.
 
-    torch's exponentials and logarithms on a CPU round otherwise in whole vectors than in the rest behind them.
+    torch's exponentials and logarithms on a CPU round differently in whole vectors and in the remainder.
     """
     if x_RV.is_cuda or len(x_RV) == 1:
         return function(x_RV)

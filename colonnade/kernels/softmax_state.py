@@ -1,6 +1,6 @@
 """Partial softmax states and their merge: attention as a fold over parts of the keys.
 
-Attend to a part s of the keys, and return the log-sum-exp beside the output:
+Attend to a part s of the keys, and return the log-sum-exp along with the output:
 
     o_s = softmax(q·kₛ) vₛ            lse_s = log Σ exp(q·kₛ)
 

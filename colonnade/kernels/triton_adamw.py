@@ -1,6 +1,6 @@
 """AdamW over all weights in one Triton launch; a program updates 16,384 elements of one weight.
 
-Tensors are found through a table of pointers, uploaded anew in each step (20 kB for 500 weights, from pinned memory,
+Tensors are found through a table of pointers, uploaded in each step (20 kB for 500 weights, from pinned memory,
 without blocking), because autograd allocates gradients at new addresses. How the weights are divided among programs
 never changes and stays on the device. A flat buffer would not save anything: autograd would have to copy each gradient
 into it.
@@ -20,7 +20,7 @@ from colonnade.kernels.adamw import ParameterState
 BLOCK, ITERATIONS, WARPS = 512, 32, 4
 """Elements per iteration, iterations of a program, warps.
 
-4 elements a thread are 16 bytes of float32, in 56 registers (8 take 106, and a detour through shared memory); 32
+4 elements per thread are 16 bytes of float32, in 56 registers (8 take 106, and a detour through shared memory); 32
 iterations amortise the lookups in the pointer table."""
 ALIGNED_BYTES = 16
 """Width of a thread's vector loads, used if all tensors are aligned to it."""

@@ -5,7 +5,7 @@
 
 Each is the other's backward, through the inverse permutation r(t, j), so that no addition is atomic and results are
 deterministic. dw_tj = y_r · dy_t is computed in the pass that writes dy_r = w_tj dy_t. If tokens have more than one row
-on average, a gather loops over tokens and finds their rows by r(t, j); else it loops over rows, which reads 2·R·D
+on average, a gather loops over tokens and finds their rows by r(t, j); otherwise it loops over rows, which reads 2·R·D
 elements but needs no inverse permutation.
 """
 

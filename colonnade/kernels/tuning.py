@@ -1,6 +1,6 @@
-"""Tuning tables: measured tile sizes, in JSON files beside the kernels that use them.
+"""Tuning tables: measured tile sizes, in JSON files next to the kernels that use them.
 
-A table is read once and never changed while a model runs; benchmarks measure it and write it anew.
+A table is read once and never changed while a model runs; benchmarks measure and rewrite it.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""The viewer's HTTP API, independent of a server: maps a request to an answer.
+"""The viewer's HTTP API, independent of a server: maps a request to a response.
 
 GET  /v1/look/model                                    the model, and which pages it has
 POST /v1/look/record   {"text": …}                     one forward pass; its name and the text's tokens
@@ -41,7 +41,7 @@ PREFIX = "/v1/look/"
 
 
 class Answer(NamedTuple):
-    """An HTTP answer."""
+    """An HTTP response."""
 
     status: int
     content_type: str
@@ -59,7 +59,7 @@ def error_answer(message: str, status: int) -> Answer:
 
 
 class LookApp:
-    """Answers for one model; ``record`` runs a forward pass over token ids and their pieces of text.
+    """Responses for one model; ``record`` runs a forward pass over token ids and their pieces of text.
 
     Not thread-safe.
     """
@@ -88,7 +88,7 @@ class LookApp:
         self._text = tokenizer.decode(list(tokenizer.encode(DEFAULT_TEXT))[:limit])
 
     def answer(self, method: str, path: str, query: str = "", body: bytes = b"") -> Answer:
-        """Answer a request for ``path`` below :data:`PREFIX`; errors are returned as answers."""
+        """Answer a request for ``path`` below :data:`PREFIX`; errors are returned as responses."""
         try:
             if (method, path) == ("GET", "model"):
                 return json_answer(self._model())
@@ -169,14 +169,14 @@ class Query:
         try:
             parsed = parse_qs(query, keep_blank_values=True, max_num_fields=32, strict_parsing=bool(query))
         except ValueError:
-            raise RequestError("the query is malformed; give name=value pairs, at most 32") from None
+            raise RequestError("the query is malformed; use name=value pairs, at most 32") from None
         self._values: Mapping[str, list[str]] = parsed
 
     def get(self, name: str) -> str | None:
         """The value of ``name``; raises :class:`RequestError` for a repeated one."""
         values = self._values.get(name, [])
         if len(values) > 1:
-            raise RequestError(f"'{name}' is given {len(values)} times; give it once", param=name)
+            raise RequestError(f"'{name}' is given {len(values)} times; pass it once", param=name)
         return values[0] if values else None
 
     def text(self, name: str) -> str:
@@ -203,7 +203,7 @@ def _text_of(body: bytes) -> str:
         raise RequestError('the body is not JSON; send {"text": "…"}') from None
     text = value.get("text") if isinstance(value, dict) else None
     if not isinstance(text, str) or len(text) > MAX_TEXT:
-        raise RequestError(f'the body has no "text" of at most {MAX_TEXT:,} characters', param="text")
+        raise RequestError(f'the body needs a "text" of at most {MAX_TEXT:,} characters', param="text")
     try:
         text.encode()
     except UnicodeEncodeError:

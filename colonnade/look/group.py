@@ -40,7 +40,7 @@ class Leader:
             return record(self._model, tokens, pieces, self._plan)
 
     def heartbeat(self) -> None:
-        """Tell the others that rank 0 is alive; call it every :data:`HEARTBEAT_S`."""
+        """Notify the others that rank 0 is alive; call it every :data:`HEARTBEAT_S`."""
         with self._lock:
             self._send(0)
 

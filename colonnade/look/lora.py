@@ -49,7 +49,7 @@ def low_rank(x: Tensor, change: str) -> Tensor:
     side, rank = change[:1], change[1:]
     if side not in ("A", "B") or not rank.isdigit() or not 1 <= int(rank) <= min(x.shape):
         raise RequestError(
-            f"'{change[:20]}' is no factor; use A or B and a rank from 1 to {min(x.shape)}", param="name"
+            f"'{change[:20]}' is not a factor; use A or B and a rank from 1 to {min(x.shape)}", param="name"
         )
     u, s, v = torch.linalg.svd(x.detach().double(), full_matrices=False)
     root, r = s[: int(rank)].sqrt(), int(rank)

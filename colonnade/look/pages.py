@@ -206,7 +206,7 @@ def experts_page(recording: Recording, layer: int, head: int, rank: int) -> Scen
     x = build.leaf("x", "expert_in", "TD")
     build.positions[x] = rows
     expr = _feed_forward(build, x, _ffn_weights(build, "expert_"), ("h", "y"), "expert_")
-    note = f"{chosen} of {count} tokens chose this expert.{dropped} The router's weights come after."
+    note = f"{chosen} of {count} tokens chose this expert.{dropped} The router's weights are applied afterwards."
     return build.scene(expr, f"Layer {layer}, expert {head}", note)
 
 

@@ -131,7 +131,7 @@ def check_tokens(config: ModelConfig, tokens: Sequence[int]) -> None:
     """Raise :class:`RequestError` for a text that is too short or too long."""
     most = min(MAX_TOKENS, config.context)
     if not 2 <= len(tokens) <= most:
-        raise RequestError(f"the text has {len(tokens)} tokens; give 2 to {most}", param="text")
+        raise RequestError(f"the text has {len(tokens)} tokens; send 2 to {most}", param="text")
 
 
 @torch.no_grad()

@@ -45,9 +45,9 @@ def record_routing(
     """
     moe = model.config.moe
     if moe is None:
-        raise RequestError("this model has no experts; --routing is for a mixture of experts")
+        raise RequestError("this model has no experts; --routing applies to a mixture of experts")
     if model.axes.experts.tokens.size > 1:
-        raise RequestError("--routing needs the whole model in one process; leave --plan out")
+        raise RequestError("--routing needs the whole model in one process; remove --plan")
     with record_choices(model) as ids:
         scored = score(model, list(tokens), context=context)
     pieces = [tokenizer.decode([token]) for token in tokens[:-1]]  # the last token is only a target
@@ -61,7 +61,7 @@ def routing_tables(routed: RoutedText) -> list[Table]:
 
 
 def _table(layer: int, expert_kinds: Specialization, texts: list[list[str]]) -> Table:
-    title = f"layer {layer}: the expert tells {expert_kinds.mutual_information:.1%} of what kind a token is"
+    title = f"layer {layer}: the expert explains {expert_kinds.mutual_information:.1%} of a token's kind"
     table = Table("expert", "share", "takes more than its share of", "such as", title=title)
     by_expert = list(zip(*expert_kinds.counts, strict=True))
     total = max(1, sum(map(sum, by_expert)))

@@ -27,7 +27,7 @@ def entropy(load: Sequence[int]) -> float:
 
 
 def routing_board(recording: Recording, history: History) -> dict[str, Any]:
-    """What the page draws; raises :class:`RequestError` for a model without experts."""
+    """The data that the page draws; raises :class:`RequestError` for a model without experts."""
     config, T = recording.config, len(recording.tokens)
     moe = config.moe
     if moe is None:

@@ -1,6 +1,6 @@
 """A local single-user server of the viewer's page and API on 127.0.0.1.
 
-It answers only requests whose Host is its own address, which prevents DNS rebinding from other pages.
+It accepts only requests with its own address as Host, which prevents DNS rebinding from other pages.
 """
 
 import threading

@@ -17,7 +17,7 @@ import numpy as np
 from colonnade.errors import RequestError
 
 MAX_TILE = 1 << 24
-"""Maximum number of elements of one answer."""
+"""Maximum number of elements of one response."""
 _SPAN = re.compile(r"(\d{1,9}):(\d{1,9})")
 
 
@@ -27,7 +27,7 @@ def span(text: str | None, size: int, name: str) -> slice:
         return slice(0, size)
     match = _SPAN.fullmatch(text)
     if match is None or not int(match[1]) < int(match[2]) <= size:
-        raise RequestError(f"{name}={text[:40]} is not a range within 0:{size}; give first:last+1", param=name)
+        raise RequestError(f"{name}={text[:40]} is not a range within 0:{size}; use first:last+1", param=name)
     return slice(int(match[1]), int(match[2]))
 
 

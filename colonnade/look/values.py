@@ -35,7 +35,7 @@ def shapes(trees: Sequence[Tree], specs: Mapping[str, Spec]) -> dict[str, tuple[
     def visit(tree: Tree) -> tuple[int, int]:
         if isinstance(tree, Leaf):
             if tree.name not in specs:
-                raise ConfigError(f"the matrix '{tree.name}' has no size; give it rows and cols")
+                raise ConfigError(f"the matrix '{tree.name}' has no size; set its rows and cols")
             shape = specs[tree.name]["rows"], specs[tree.name]["cols"]
             if not 1 <= min(shape) <= max(shape) <= MAX_SIDE:
                 raise ConfigError(f"'{tree.name}' is {shape[0]} x {shape[1]}; sides are from 1 to {MAX_SIDE}")

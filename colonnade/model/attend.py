@@ -113,7 +113,9 @@ class Packed:
 
 @dataclass(frozen=True)
 class SharedPrefix:
-    """Packed prefixes, then their continuations, each of which attends to its prefix and itself: scoring of answers."""
+    """Packed prefixes, then their continuations, each of which attends to its prefix and itself: scoring of
+    continuations.
+    """
 
     caches: ClassVar[bool] = False
 
@@ -155,7 +157,7 @@ class Paged:
     known: tuple[list[int], list[int]] | None = None
     """(new tokens, positions) of each request as plain numbers, if known without waiting for the device."""
     known_pages: Sequence[Sequence[int]] | None = None
-    """Each request's pages, likewise."""
+    """Each request's pages."""
     share: bool = True
     """Whether a prefix that several requests share may be read once for all of them."""
     near_Rn: Tensor | None = None
@@ -163,7 +165,7 @@ class Paged:
 
     @cached_property
     def table(self) -> PageTable:
-        """The kernels' page table; shared by all layers, so that kernels plan once a step."""
+        """The kernels' page table; shared by all layers, so that kernels plan once per step."""
         return PageTable(
             self.pages_RP,
             self.cu_queries,

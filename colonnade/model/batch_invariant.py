@@ -1,4 +1,4 @@
-"""Batch-invariant kernels of a model: a row's bits do not depend on the rows beside it.
+"""Batch-invariant kernels of a model: a row's bits do not depend on the other rows.
 
 Libraries choose the order of a sum by the number of rows, so the last bits of a logit depend on the batch. Here
 
@@ -49,21 +49,21 @@ def has_kernels(model: Transformer) -> bool:
     }
     if found := [what for what, present in unsupported.items() if present]:
         raise ConfigError(
-            f"there are no batch-invariant kernels for {' and '.join(found)} on a GPU; use --device cpu, or leave "
-            "serve.batch_invariant or tune.exact out"
+            f"there are no batch-invariant kernels for {' and '.join(found)} on a GPU; use --device cpu, or remove "
+            "serve.batch_invariant or tune.exact"
         )
     return True
 
 
 def select_kernels(model: Transformer) -> None:
-    """Switch ``model`` to its batch-invariant kernels, for good."""
+    """Switch ``model`` to its batch-invariant kernels permanently."""
     for module, name, value in _settings(model):
         setattr(module, name, value)
 
 
 @contextmanager
 def selected_kernels(model: Transformer) -> Iterator[None]:
-    """Switch ``model`` to its batch-invariant kernels for a while."""
+    """Switch ``model`` to its batch-invariant kernels temporarily."""
     settings = _settings(model)
     before = [(module, name, getattr(module, name)) for module, name, _ in settings]
     select_kernels(model)

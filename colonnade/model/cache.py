@@ -1,4 +1,4 @@
-"""The key/value cache: pages of a fixed number of tokens, one pair of pools a layer (Kwon et al., arXiv 2309.06180)."""
+"""Key/value cache: pages of a fixed number of tokens, one pair of pools per layer (Kwon et al., arXiv 2309.06180)."""
 
 import math
 import mmap
@@ -61,7 +61,7 @@ class Pools:
 
     @property
     def kernel_arguments(self) -> dict[str, object]:
-        """Arguments of paged attention beside the pools themselves."""
+        """Arguments of paged attention other than the pools themselves."""
         arguments: dict[str, object] = {"values": self.value_width}
         return arguments if self.scales_Pp2 is None else arguments | {"scales_Pp2": self.scales_Pp2}
 
@@ -70,8 +70,8 @@ class KVCache:
     """``k[i]`` and ``v[i]`` of layer i: (pages, page_tokens, K/tp, H). The scheduler assigns pages to requests.
 
     Latent attention stores one vector for all heads, on every rank, which is key and value in one (``v[i] is k[i]``);
-    with an 8-bit ``kind`` it has two float32 scales a token in ``scales[i]``. Keys and values of other attention may be
-    float8, without scales (:mod:`~colonnade.kernels.attention.cache_write`).
+    with an 8-bit ``kind`` it has two float32 scales per token in ``scales[i]``. Keys and values of other attention may
+    be float8, without scales (:mod:`~colonnade.kernels.attention.cache_write`).
     """
 
     def __init__(

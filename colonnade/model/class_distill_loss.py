@@ -3,11 +3,11 @@
     L = Σ_i  mix · CE_i + (1 − mix) · D_i + hidden · ‖v_i − v'_i‖² / ‖v'_i‖²
 
 v is the pooled vector of an example, the input of the class layer. Rows are the classes of an example. In dist columns
-are the N examples of the step, over data ranks and micro-batches, and all classes count alike (arXiv 2205.10536):
+are the N examples of the step, over data ranks and micro-batches, and all classes count equally (arXiv 2205.10536):
 
     Σ D_i / τ²  =  Σ_i 2 (1 − ρ_i)  +  N · mean_c 2 (1 − ρ_c)
 
-A column does not divide over micro-batches. With several of them, :meth:`colonnade.train.distill.Distiller.prepare`
+A column cannot be computed by micro-batches. With several of them, :meth:`colonnade.train.distill.Distiller.prepare`
 first computes the logits of all examples without gradients, and each micro-batch replaces its own rows.
 """
 
@@ -25,7 +25,7 @@ from colonnade.parallel.axis import Axis
 
 @dataclass(frozen=True)
 class ClassAnswers:
-    """What the teacher computed for the same examples."""
+    """The teacher's outputs for the same examples."""
 
     logits_RC: Tensor
     """Up to a constant for each example."""
@@ -58,7 +58,7 @@ class StudentClasses:
 
 @dataclass(frozen=True)
 class StepClasses:
-    """The logits of all examples of a step, without gradients, and the teacher's answers for one micro-batch."""
+    """The logits of all examples of a step, without gradients, and the teacher's outputs for one micro-batch."""
 
     teacher: ClassAnswers
     teacher_NC: Tensor

@@ -1,4 +1,4 @@
-"""The cache-aware Conformer encoder (Noroozi et al., arXiv 2312.17279), for whole recordings and streams alike.
+"""The cache-aware Conformer encoder (Noroozi et al., arXiv 2312.17279), for both whole recordings and streams.
 
     x += ½ ffn1(norm x)      x += attention(norm x)      x += conv(norm x)      x += ½ ffn2(norm x)      x = norm x
 
@@ -129,7 +129,7 @@ class ConformerEncoder(nn.Module):
     ):
         super().__init__()
         if config.latent is not None or config.moe is not None or config.kv_heads != config.heads:
-            raise ConfigError("the Conformer has no latent attention, experts or grouped heads; leave them out")
+            raise ConfigError("the Conformer supports no latent attention, experts or grouped heads; remove them")
         if axes.sequence_parallel:
             raise PlanError("the Conformer does not shard frames over tp; set plan.sp to false")
         self.config, self.kernel, self.conv_bias, self.axes = config, kernel, conv_bias, axes

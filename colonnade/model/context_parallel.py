@@ -52,7 +52,7 @@ from colonnade.parallel.axis import Axis
 MAX_FUSED_HEAD_WIDTH = 256
 """Heads up to this width have fused chunk kernels; wider ones (latent attention) run in plain torch."""
 MAX_SCORES = 1 << 28
-"""Most attention scores in memory at a time in plain torch."""
+"""Maximum number of attention scores in memory at a time in plain torch."""
 
 
 @dataclass(frozen=True)

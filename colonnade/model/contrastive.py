@@ -3,11 +3,11 @@
     loss_q = −log exp(s(q, p_q) / τ) / Σ_c exp(s(q, c) / τ)        s: cosine;  p_q: the positive of query q
 
 (van den Oord 2018, arXiv 1807.03748; Karpukhin 2020, arXiv 2004.04906.) The candidates c are the positives and the hard
-negatives of *all* queries of all data ranks, gathered with gradients. A candidate with the tokens of q or of p_q is no
-negative of q, and left out. With several ``widths`` the loss is the mean over them, each of the first so many numbers
-of the embeddings (Matryoshka, Kusupati 2022, arXiv 2205.13147).
+negatives of *all* queries of all data ranks, gathered with gradients. A candidate with the tokens of q or of p_q is not
+a negative of q, and is excluded. With several ``widths`` the loss is the mean over them, each of the first so many
+numbers of the embeddings (Matryoshka, Kusupati 2022, arXiv 2205.13147).
 
-The loss does not divide over micro-batches. So with several of them a first pass without gradients collects all
+The loss cannot be computed by micro-batches. So with several of them a first pass without gradients collects all
 embeddings, the loss's gradient by each is computed, and a second pass of each micro-batch takes it from there
 (GradCache, Gao 2021, arXiv 2101.06983).
 """

@@ -1,16 +1,16 @@
 """Cross attention of an encoder–decoder: decoder queries attend to the encoder's output, its *memory*.
 
-    [k_i; v_i] = W_bridge,i s_j           for all decoder layers i and sources' tokens j at once (the bridge)
+    [k_i; v_i] = W_bridge,i s_j           for all decoder layers i and source tokens j at once (the bridge)
     y = W_out,i attend(W_q,i norm(x), k_i, v_i)
 
 One product makes the keys and values of all decoder layers, so that the encoder's output enters the tensor-parallel
 region once. Rows of W_bridge are grouped by key/value head, then by layer (its key, its value): each rank's heads are
 one contiguous range.
 
-``attend = Crossed(own, source, memory)`` carries three attention backends through the model: ``own`` among the
-targets, ``source`` among the sources, and ``memory``, which keeps the bridge's output and answers the queries of each
-layer: :class:`Beside` for sources in the same pass, :class:`InPages` for sources in the pages of the KV cache. Cross
-attention over pages needs no kernel of its own: a query is a request of one new token whose pages are its source's.
+``attend = Crossed(own, source, memory)`` carries three attention backends through the model: ``own`` among the targets,
+``source`` among the sources, and ``memory``, which keeps the bridge's output and answers the queries of each layer:
+:class:`Beside` for sources in the same pass, :class:`InPages` for sources in the pages of the KV cache. Cross attention
+over pages needs no separate kernel: a query is a request of one new token whose pages are its source's.
 """
 
 from dataclasses import dataclass, replace

@@ -50,7 +50,7 @@ class DistillLoss:
 
 @dataclass(frozen=True)
 class Teacher:
-    """What the teacher computed for the same tokens."""
+    """The teacher's outputs for the same tokens."""
 
     x_TD: Tensor
     """The last hidden states, on every tp rank."""
@@ -200,7 +200,7 @@ def _cross_entropy(z_cv: Tensor, local_c: Tensor, valid_c: Tensor, tp: Axis, mix
 
 
 class _Pair(NamedTuple):
-    """Log-probabilities of both models, and what a divergence needs beside them."""
+    """Log-probabilities of both models, and what else a divergence needs."""
 
     logp: Tensor
     """The teacher's, (c, v)."""

@@ -1,4 +1,4 @@
-"""A teacher's most likely tokens in place of all its logits: what a cache of its answers keeps.
+"""A teacher's most likely tokens instead of all its logits: the contents of a cache of its outputs.
 
     p over k + 1 events: the k most likely tokens, and the rest of the vocabulary        KL = Σ_e p_e log(p_e / q_e)
     dKL/du_v = q_v − p_v for the k tokens, q_v (1 − p_rest / q_rest) for the others           u = z/τ
@@ -32,7 +32,7 @@ class TopTokens(NamedTuple):
 
 
 def top_tokens(logp_cv: Tensor, k: int, tp: Axis, vocab_size: int) -> TopTokens:
-    """The ``k`` most likely tokens of log-probabilities of which each rank has a part of the vocabulary."""
+    """The ``k`` most likely tokens of log-probabilities sharded over the vocabulary."""
     start, stop = tp.part(vocab_size)
     own = min(k, stop - start)
     values, ids = logp_cv.topk(own, 1)
@@ -56,7 +56,7 @@ def top_kl(top: TopTokens, logq_cv: Tensor, valid_c: Tensor, start: int, tp: Axi
     q_rest_c = (1 - logq_ck.exp().sum(1)).clamp(min=SMALLEST)
     value_c = (p_ck * (logp_ck - logq_ck)).sum(1) + torch.special.xlogy(p_rest_c, p_rest_c / q_rest_c)
     du_cv = q_cv * (1 - p_rest_c / q_rest_c)[:, None]
-    # In place of what the rest would give: q − p.
+    # Instead of what the rest would give: q − p.
     change_ck = (q_cv.gather(1, local_ck) * (p_rest_c / q_rest_c)[:, None] - p_ck).where(here_ck, 0)
     du_cv.scatter_add_(1, local_ck, change_ck)
     return (value_c * valid_c).sum(), du_cv * valid_c[:, None]

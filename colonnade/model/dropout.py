@@ -1,14 +1,14 @@
 """Dropout (Srivastava 2014) as a value in the stream: there is no training mode and no generator.
 
-A stream with a :class:`Dropout` is trained with dropout, one without has none: there is no switch to forget. Whether an
-element is dropped is a hash of the step's key, the layer, the token's index in the global batch and the feature, so
-every layout and every recomputation drops the same ones (:mod:`colonnade.kernels.dropout`). What a stateful generator
-returns depends on who drew from it before; here ranks that hold the same token agree without communication, ranks that
-hold different tokens draw independently, and a repeated step draws the same values.
+A stream with a :class:`Dropout` is trained with dropout; without one there is none, so there is no training switch.
+Whether an element is dropped is a hash of the step's key, the layer, the token's index in the global batch and the
+feature, so every layout and every recomputation drops the same ones (:mod:`colonnade.kernels.dropout`). What a stateful
+generator returns depends on who drew from it before; here ranks that hold the same token agree without communication,
+ranks that hold different tokens draw independently, and a repeated step draws the same values.
 
-Key 0 is the embedding's, key 1 + i that of block i; after the decoder's keys come an encoder's, likewise, and those of
-the decoder's cross attention. Sites in a block: after attention, after the feed-forward part
-(both before the residual addition, as in GPT-2), the attention probabilities, and the experts' hidden units.
+Key 0 is the embedding's, key 1 + i that of block i; after the decoder's keys come an encoder's, in the same order, and
+those of the decoder's cross attention. Sites in a block: after attention, after the feed-forward part (both before the
+residual addition, as in GPT-2), the attention probabilities, and the experts' hidden units.
 """
 
 import math
@@ -81,7 +81,7 @@ class Dropout:
     """Dropout of one step, for the tokens of one stream."""
 
     keys: Tensor
-    """int64: the embedding's key, then one a block."""
+    """int64: the embedding's key, then one per block."""
     index_T: Tensor
     """int64: each token's index in the step's global batch."""
     rates: DropoutRates

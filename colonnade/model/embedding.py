@@ -44,7 +44,7 @@ class Stream(NamedTuple):
     routing: Routing | None = None
     """Routing of a mixture of experts; None: inference."""
     source: Source | None = None
-    """What the encoder of an encoder–decoder model reads in this pass; None: nothing new."""
+    """The input of the encoder of an encoder–decoder model in this pass; None: nothing new."""
 
 
 FIRST_POSITION = 2

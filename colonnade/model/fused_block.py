@@ -75,7 +75,7 @@ def store_in_blocks(model: "Transformer") -> None:
         elif isinstance(module, Experts) and module.fetch is None:
             stacks = module.quantised
             rows += [(partial(stacks.__setitem__, part), weight) for part, weight in stacks.items()]
-            if isinstance(getattr(module, "down", None), nn.Parameter):  # the inputs of an output beside each other
+            if isinstance(getattr(module, "down", None), nn.Parameter):  # the inputs of an output are adjacent
                 module.down.data = module.down.data.mT.contiguous().mT
     rows = [(store, weight) for store, weight in rows if not weight.blocked and can_block(weight)]
     arena = Arena(arena_bytes([x for _, weight in rows for x in (weight.values, weight.scales)]))
@@ -216,7 +216,7 @@ def _can_fuse_experts(block: "Block", ffn: MixtureOfExperts, x_tD: Tensor) -> bo
 
 
 def fuses_dense_steps(config: ModelConfig) -> bool:
-    """Whether the C++ kernels compute all of a pass, but for experts."""
+    """Whether the C++ kernels compute all of a pass, except experts."""
     pre = config.norm_order == "pre" and not config.embed_norm and not config.segments
     plain = config.positions in ("rotary", "learned") and config.score_scale is None
     plain = plain and config.encoder is None and config.relative_positions is None and config.qkv_clip is None

@@ -1,4 +1,4 @@
-"""Low-rank adapters: y = W x + s · B A x, of which only A and B are trained (Hu 2021, arXiv 2106.09685).
+"""Low-rank adapters: y = W x + s · B A x; only A and B are trained (Hu 2021, arXiv 2106.09685).
 
     column-parallel W     A is replicated and used for this rank's rows of B: PARTIAL.   B is cut like W, dimension 0.
     row-parallel W        A is cut like W, dimension 1.   B A x is added before the sum over ranks: B is PARTIAL.
@@ -128,7 +128,7 @@ def qkv_adapter(config: ModelConfig, kv_heads: int, **on: Any) -> FusedQkv | Non
 
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """Within, ``model`` computes what it would without its adapters."""
+    """Context manager: ``model`` computes as if it had no adapters."""
     adapters = [module for module in model.modules() if isinstance(module, LowRank | ExpertPairs)]
     scales = [adapter.scale for adapter in adapters]
     for adapter in adapters:

@@ -29,12 +29,12 @@ CHUNK_BYTES = {"cpu": 1 << 27, "cuda": 1 << 30}
 """Memory for one chunk of logits [bytes]: large enough for full-speed products, small compared to a model."""
 
 CHUNK_ROWS = {"cpu": 512, "cuda": 1 << 30}
-"""Most tokens in one chunk: on a CPU products reach full speed at 512, and smaller chunks stay in cache
+"""Maximum number of tokens in one chunk: on a CPU products reach full speed at 512, and smaller chunks stay in cache
 (2,048 tokens, V = 4,096: 184 ms in one chunk, 166 ms in four)."""
 
 ALIGN = {"cpu": 1, "cuda": 64}
-"""Tensor cores need rows in multiples of at least 16 bytes: 50,257 logits took 126 ms a step of GPT-2 1.2B, and 50,304
-take a quarter of that. So W is padded with zero rows during the product, and only there."""
+"""Tensor cores need rows in multiples of at least 16 bytes: 50,257 logits took 126 ms per step of GPT-2 1.2B, and
+50,304 take a quarter of that. So W is padded with zero rows during the product, and only there."""
 
 
 def cross_entropy_sum(

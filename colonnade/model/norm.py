@@ -39,7 +39,7 @@ class Norm(nn.Module):
 
 
 class HeadsNorm(nn.Module):
-    """RMSNorm over all heads of a token, of which this rank has a share (OLMoE, arXiv 2409.02060)."""
+    """RMSNorm over all heads of a token; this rank has a share of them (OLMoE, arXiv 2409.02060)."""
 
     kernels = "auto"
     """The implementation on one rank."""

@@ -9,8 +9,8 @@ BERT's layers above its blocks are the masked-token transform, the pooler, and o
 
 (Devlin 2019, arXiv 1810.04805; sentence-order prediction: Lan 2020, arXiv 1909.11942, section 3.1.) Only the vocabulary
 bias is cut over tp, like the embedding's rows. The other layers see few tokens or have few outputs: every rank computes
-them whole, so their gradients are whole too. :attr:`ModelConfig.top` says which of them a model has, the head which of
-them a forward pass uses. ``first_R`` is where each of R sequences starts in the stream.
+them whole, so their gradients are whole too. :attr:`ModelConfig.top` determines which of them a model has, the head
+which of them a forward pass uses. ``first_R`` is where each of R sequences starts in the stream.
 """
 
 from dataclasses import dataclass
@@ -89,7 +89,7 @@ class Head(Protocol):
     """Turns the last residual stream into the result."""
 
     def __call__(self, x_tD: Tensor, T: int, output: OutputProjection) -> Any:
-        """The result of the forward pass over T tokens, of which ``x_tD`` has the rows ``axes.rows(T)``."""
+        """The result of the forward pass over T tokens; ``x_tD`` has the rows ``axes.rows(T)``."""
         ...
 
 
@@ -301,7 +301,7 @@ class Pretraining:
     masked: Loss
     orders: SentenceOrders
     orders_R: Tensor
-    """0 in order, 1 swapped, IGNORE for a sequence that is no pair."""
+    """0 in order, 1 swapped, IGNORE for a sequence that is not a pair."""
     weight: Tensor | float = 1.0
     """The weight of a pair's loss relative to a token's."""
 

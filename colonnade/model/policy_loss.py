@@ -24,7 +24,7 @@ from colonnade.model.preference_loss import logp_with_gradient
 
 @dataclass(frozen=True)
 class PolicySettings:
-    """Bounds of ρ, the weight of the divergence from the reference model, and the temperature of the answers."""
+    """Bounds of ρ, the weight of the divergence from the reference model, and the sampling temperature."""
 
     low: float = 0.2
     high: float = 0.28
@@ -51,7 +51,7 @@ class PolicyLoss:
     """Output: (Σ (e^d − 1 − d), max |d|, targets, Σ divergence) with d = π − old, before any cap; None: not wanted."""
 
     def logprobs(self, x_tD: Tensor, T: int, output: OutputProjection) -> Tensor:
-        """π_R: a head of its own."""
+        """π_R: a separate head."""
         inputs = x_tD, T, self.rows_R, self.targets_R, output, self.settings.temperature
         logp_R = logp_with_gradient(*inputs)
         kernels = self.settings.exact

@@ -37,7 +37,7 @@ def logp_with_gradient(
     In float32 (float64 for float64 inputs), the same on all tp ranks.
     """
     x_RD, bias_v = projection_input(x_tD, T, rows_R, output)
-    assert bias_v is None, "preferences are for models that generate"
+    assert bias_v is None, "preferences are for models that generate text"
     weight_vD = output.weight_vD
     if isinstance(weight_vD, Quantised):
         weight_vD = dequantise(weight_vD, x_RD.dtype)

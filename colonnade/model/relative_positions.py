@@ -2,7 +2,7 @@
 
     score_ij = q_i·k_j + b[bucket(j − i)]
 
-For d = |j − i| and n buckets a side: d itself below n/2, above it logarithmic up to ``distance``:
+For d = |j − i| and n buckets per side: d itself below n/2, above it logarithmic up to ``distance``:
 
     bucket = d                                                                  d < n/2
              min(n − 1, n/2 + ⌊ln(d / (n/2)) / ln(distance / (n/2)) · n/2⌋)      otherwise

@@ -21,7 +21,7 @@ from colonnade.config import ModelConfig, RopeScaling
 
 
 def frequencies(config: ModelConfig) -> tuple[Tensor, float]:
-    """(θ float32 (H/2,) in radians a token, the factor on cos and sin) after scaling; H is the rotated width."""
+    """(θ float32 (H/2,) in radians per token, the factor on cos and sin) after scaling; H is the rotated width."""
     half = torch.arange(0, config.rotary_width, 2, dtype=torch.int64).float() / config.rotary_width
     theta = 1.0 / (config.rope_theta**half)
     match config.rope_scaling:

@@ -1,4 +1,4 @@
-"""Perplexity of a text: the negative log-likelihood of each token given the ones before.
+"""Perplexity of a text: the negative log-likelihood of each token given the ones before it.
 
     perplexity = exp(Σ nll / number of scored tokens)
 
@@ -54,13 +54,15 @@ def score(
     stride = context if stride is None else stride
     if not model.config.causal:
         raise RequestError(
-            "perplexity needs a causal model, and this one attends in both directions (causal = False): it sees the "
-            "token that it is to predict; ask for its hidden(tokens) or logits(tokens)"
+            "perplexity needs a causal model, but this one attends in both directions (causal = False) and sees the "
+            "token to predict; use hidden(tokens) or logits(tokens)"
         )
     if model.config.encoder is not None:
-        raise RequestError("perplexity of one text needs a decoder alone, and this model has an encoder; use generate")
+        raise RequestError(
+            "perplexity of a text needs a decoder-only model, but this model has an encoder; use generate"
+        )
     if len(tokens) < 2:
-        raise RequestError(f"{len(tokens)} tokens cannot be scored: the first is never predicted; give a longer text")
+        raise RequestError(f"{len(tokens)} tokens cannot be scored: the first is never predicted; use a longer text")
     if not 0 < stride <= context <= model.config.context:
         raise RequestError(
             f"windows of {context} tokens, {stride} apart, do not fit the model's context of {model.config.context}; "

@@ -5,7 +5,7 @@ t is written to slot t mod (L + S), over a frame that no later segment sees; seg
 the one that segment i does not read. So a step moves no old key: it writes the new ones and attends to the slots of
 its stream under a mask. (Without positions the order of keys is free.) The memory is constant, whatever a stream's
 length. Streams may have different S, L and R: each has slots for the largest, and a step reads as many slots as the
-largest of its streams uses. Frames before a segment that a causal convolution reads are in slots of their own, also
+largest of its streams uses. Frames before a segment that a causal convolution reads are in separate slots, also
 written over no frame that the segment reads.
 """
 
@@ -103,7 +103,7 @@ class SegmentCache:
             if self.frames[stream] % sizes.segment:
                 raise DataError(f"stream {stream} had a short segment, which must be its last")
         if len({stream for stream, _, _ in parts}) != len(parts):
-            raise DataError("a stream may run one segment a step")
+            raise DataError("a stream may run only one segment per step")
         return SegmentStep.of(self, parts)
 
     def commit(self, step: "SegmentStep") -> None:
@@ -210,7 +210,7 @@ class SegmentStep:
 
     @cached_property
     def asked(self) -> tuple[Tensor, Tensor]:
-        """(the places of queries that are no padding, their rows)."""
+        """(the slots of queries that are not padding, their rows)."""
         queries = self.queries_BS.flatten()
         places = (queries >= 0).nonzero().squeeze(1)
         return places, queries[places]

@@ -59,7 +59,7 @@ class SegmentEncoder(nn.Module):
     ):
         super().__init__()
         if config.latent is not None or config.moe is not None:
-            raise ConfigError("segment attention has neither latent attention nor experts; leave both out")
+            raise ConfigError("segment attention supports neither latent attention nor experts; remove both")
         if axes.sequence_parallel:
             raise PlanError("segment attention does not shard frames over tp; set plan.sp to false")
         self.config, self.axes = config, axes

@@ -97,7 +97,7 @@ class History(NamedTuple):
 def attend_segments(
     q_BSnH: Tensor, k_BSkH: Tensor, v_BSkH: Tensor, mask_BSS: Tensor, bias_BnSS: Tensor | None = None
 ) -> Tensor:
-    """softmax(q kᵀ/√H + bias) v of B segments; ``mask`` (B, queries or 1, keys) marks the keys that count."""
+    """softmax(q kᵀ/√H + bias) v of B segments; ``mask`` (B, queries or 1, keys) marks the valid keys."""
     q, k, v = (x.transpose(1, 2) for x in (q_BSnH, k_BSkH, v_BSkH))
     grouped = q.shape[1] != k.shape[1]
     mask = mask_BSS[:, None]
@@ -184,7 +184,7 @@ class SegmentBatch:
         return range(1 - self.sizes.segment, self.sizes.left + self.sizes.segment)
 
     def __call__(self, q_TnH: Tensor, k_TkH: Tensor, v_TkH: Tensor, relative: RelativeKeys | None = None) -> Tensor:
-        """o_TnH; 0 for memories, which do not ask. ``relative`` needs R = M = 0."""
+        """o_TnH; 0 for memories, which have no queries. ``relative`` needs R = M = 0."""
         keys, queries, asked, rows = self._index
         by_query, by_key = self.queries_BS.shape, self.keys_BS.shape
         q_BSnH = q_TnH.index_select(0, queries).unflatten(0, by_query)  # its gradient is faster than that of q[queries]
@@ -216,7 +216,7 @@ class SegmentBatch:
 
     @cached_property
     def _index(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Flat rows of keys and queries, the places of queries that are no padding, and their rows."""
+        """Flat rows of keys and queries, the slots of queries that are not padding, and their rows."""
         queries = self.queries_BS.flatten()
         asked = (queries >= 0).nonzero().squeeze(1)
         return self.keys_BS.flatten().clamp(min=0), queries.clamp(min=0), asked, queries[asked]

@@ -1,7 +1,7 @@
-"""Attention over a key/value cache of fixed shape, written with tensor operations alone, for ``torch.export``.
+"""Attention over a key/value cache of fixed shape, written only with tensor operations, for ``torch.export``.
 
 :class:`~colonnade.model.attend.Paged` asks Python for pages and lengths, which a traced graph cannot. Here one sequence
-has one cache of S slots a layer, slot p holds position p, and positions that are not written yet are masked. S may
+has one cache of S slots per layer, slot p holds position p, and positions that are not written yet are masked. S may
 differ from call to call: a caller passes as many slots as the sequence needs.
 """
 

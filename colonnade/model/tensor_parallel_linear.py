@@ -55,7 +55,7 @@ class _FrozenProduct(Function):
 
 
 class Float8Module(nn.Module):
-    """A module whose products may be in float8."""
+    """A module with products that may be in float8."""
 
     float8: Float8 | None = None
     """How inputs and weights are scaled; None: not in float8 (:func:`enable_float8`)."""
@@ -72,7 +72,7 @@ class QuantisableMatrix(nn.Module):
     dequantised_dtype: torch.dtype
     """That of :attr:`weight` before it was quantised."""
     never_quantise = False
-    """Keep :attr:`weight` unquantised: its parts are used elsewhere, or it decides where a token goes."""
+    """Keep :attr:`weight` unquantised: its parts are used elsewhere, or it routes tokens."""
 
     @property
     def matrix(self) -> Matrix:
@@ -125,8 +125,8 @@ def quantise_finite(weight: Tensor, kind: Kind, group: int, over: Callable[[Tens
     quantised = quantise(weight, kind, group, over)
     if not quantised.scales.isfinite().all():
         raise CheckpointError(
-            f"a weight of {len(weight)} × {weight.shape[1]} is not finite and cannot be put into {kind}; "
-            "use another checkpoint, or --serve.weights stored to see where it shows"
+            f"a weight of {len(weight)} × {weight.shape[1]} is not finite and cannot be quantised to {kind}; "
+            "use another checkpoint, or --serve.weights stored to find where it shows up"
         )
     return quantised
 

@@ -69,7 +69,9 @@ class WeightMemory:
             for flags, other in self._alternatives()
             if other.fits(free, host) and other.bytes()[host_short] < short
         ]
-        enough = f"enough would be: {', '.join(remedies)}" if remedies else "use a smaller model, or a larger machine"
+        enough = "use a smaller model, or a larger machine"
+        if remedies:
+            enough = f"any of these would be enough: {', '.join(remedies)}"
         return CapacityError(
             f"{source} does not fit: it takes {format_bytes(short)} of a rank's memory ({where}), and "
             f"{format_bytes(available)} is free; nothing was read; {enough}"

@@ -14,11 +14,13 @@ maximum over all of them, and int4's groups are never cut (:mod:`colonnade.confi
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from colonnade.config import Config, ModelConfig, WeightFormat
+from colonnade.errors import ConfigError
 from colonnade.kernels.linear.quantise import Kind, Quantised, dequantise, stored_bytes, to_rows
+from colonnade.kernels.linear.ternary import NONZERO
 from colonnade.model.moe.expert_offload import unquantised_bytes
 from colonnade.model.moe.experts import Experts
 from colonnade.model.tensor_parallel_linear import Linear, QuantisableMatrix, quantise_finite
@@ -40,6 +42,13 @@ class StoredFormat(Config):
     """int4: scales in float32."""
     grouped: bool = False
     """int8: a scale per group."""
+
+    @model_validator(mode="after")
+    def _validate(self) -> "StoredFormat":
+        if self.kind == "ternary" and self.group not in NONZERO:
+            words = ", ".join(map(str, NONZERO))
+            raise ConfigError(f"ternary words have {words} weights, not {self.group}; use another checkpoint")
+        return self
 
     @staticmethod
     def of(weight: Quantised) -> "StoredFormat":

@@ -1,7 +1,7 @@
 """Gradient reduction over ranks, and clipping by the global norm, for your own models.
 
-The modules' ``layout`` tables say how each parameter is sharded. A parameter in no table is replicated, and has on each
-rank the whole gradient of that rank's tokens.
+The modules' ``layout`` tables define how each parameter is sharded. A parameter in no table is replicated, and has on
+each rank the whole gradient of that rank's tokens.
 """
 
 from dataclasses import replace

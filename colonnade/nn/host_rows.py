@@ -1,8 +1,8 @@
 """Rows of a table in host memory, copied to the device of the computation and back, off the computation's stream.
 
-On a GPU two streams of high priority run beside the computation's: one for look-ups, one for copies, whose kernels read
-and write mapped host memory (:mod:`colonnade.kernels.triton_host_rows`). The host waits for neither. On a CPU all of it
-is plain copies. A row is ``width`` weights and one number of optimizer state.
+On a GPU two high-priority streams run concurrently with the computation's: one for look-ups, one for copies, whose
+kernels read and write mapped host memory (:mod:`colonnade.kernels.triton_host_rows`). The host waits for neither. On a
+CPU all of it is plain copies. A row is ``width`` weights and one number of optimizer state.
 """
 
 import weakref
@@ -76,7 +76,7 @@ class HostRows:
         return copy
 
     def write(self, rows_U: Tensor, copy: DeviceRows) -> None:
-        """Write copies back, after what the current stream has now."""
+        """Write copies back, after the work now on the current stream."""
         if self._copies is None:
             return self._move(rows_U, copy, write=True)
         self._copies.wait_stream(torch.cuda.current_stream(self.device))
@@ -84,7 +84,7 @@ class HostRows:
             return self._move(rows_U, copy, write=True)
 
     def synchronise(self) -> None:
-        """Wait until host memory has all that was written."""
+        """Wait until all writes have reached host memory."""
         if self._copies is not None:
             self._copies.synchronize()
 

@@ -1,7 +1,7 @@
-"""Which ids of a managed table have rows of their own: look-up by binary search, and their choice from the history.
+"""Which ids of a managed table have their own rows: look-up by binary search, and selection from the history.
 
-All on one device, in order of its current stream. A hash is a 64-bit number whose sign bit is inverted, so that int64's
-order is that of the unsigned hash; its top 6 bits are its bucket.
+All work runs on one device, in the order of its current stream. A hash is a 64-bit number whose sign bit is inverted,
+so that int64's order is that of the unsigned hash; its top 6 bits are its bucket.
 """
 
 from typing import Literal, NamedTuple
@@ -27,7 +27,7 @@ def unsigned_hashes(hashes: Tensor) -> np.ndarray:
 
 
 class Kept(NamedTuple):
-    """The ids with rows of their own, by ascending hash."""
+    """The ids with their own rows, by ascending hash."""
 
     hashes: Tensor
     slots: Tensor

@@ -1,4 +1,4 @@
-"""An embedding table for any number of ids: the most used ones have a row of their own (managed collisions).
+"""An embedding table for any number of ids: the most used ones have their own row (managed collisions).
 
     h = mix(id)              a bijection of 64 bits; its top 6 bits are the id's bucket
     row = slot of h          by binary search among the kept ids, or the bucket's shared row for all others
@@ -6,9 +6,9 @@
                              lfu: count;  lru: last step;  decay: count / (age + 1)^decay
 
 (TorchRec's managed collisions and DistanceLFU, Ivchenko 2022, ACM RecSys.) A new id's row, and the optimizer's state of
-it, start anew: from a hash of the id, so that neither its slot nor its history matters. Each of the 64 buckets decides
-by itself, and ranks own whole ones: the table is the same bit for bit on any number of ranks. Ids travel to the rank of
-their bucket and rows back (two all-to-alls); gradients are added up in the order of the global batch.
+it, start anew: from a hash of the id, so that neither its slot nor its history matters. Each of the 64 buckets is
+managed independently, and ranks own whole buckets: the table is the same bit for bit on any number of ranks. Ids travel
+to the rank of their bucket and rows back (two all-to-alls); gradients are added up in the order of the global batch.
 
     table = ManagedTable(1 << 20, 64, policy="lfu")
     x_ND = table(ids_N); loss(x_ND).backward(); table.step(lr=0.05)
@@ -51,7 +51,7 @@ class LookUp:
     version: int = -1
     """Of the assignment of rows."""
     hits: int = 0
-    """How many ids have rows of their own."""
+    """Number of ids with their own row."""
     hashes_M: Tensor | None = None
     """``hashes`` on the device."""
     rows_U: Tensor | None = None
@@ -94,8 +94,8 @@ class ManagedTable:
         check_choice("policy", policy, Policy)
         if rows % BUCKETS or rows < 2 * BUCKETS or axis.size > BUCKETS:
             raise ConfigError(
-                f"a managed table has a multiple of {BUCKETS} rows, at least {2 * BUCKETS}, on up to {BUCKETS} ranks; "
-                f"got {rows} on {axis.size}"
+                f"a managed table needs a multiple of {BUCKETS} rows, at least {2 * BUCKETS}, on up to {BUCKETS} "
+                f"ranks; got {rows} on {axis.size}"
             )
         if every < 1 or width < 1:
             raise ConfigError(f"width and every must be at least 1; got width={width} and every={every}")
@@ -116,9 +116,9 @@ class ManagedTable:
         self._worker: ThreadPoolExecutor | None = None
         self.steps = 0
         self.version = 0
-        """How often rows were assigned anew."""
+        """How often rows have been reassigned."""
         self.looked_up = self.hits = 0
-        """Ids of this rank's buckets in all batches, and those with a row of their own."""
+        """Ids of this rank's buckets in all batches, and those with their own row."""
 
     # -- one step ------------------------------------------------------------------------------------------------------
 
@@ -133,9 +133,9 @@ class ManagedTable:
     def route(self, ids_N: Tensor) -> LookUp:
         """Send ids to the ranks that own them; all ranks call it together. Raises :class:`DataError`."""
         if not isinstance(ids_N, Tensor):
-            raise DataError(f"ids are a tensor; got {type(ids_N).__name__}: torch.tensor(ids) makes one of a list")
+            raise DataError(f"ids must be a tensor; got {type(ids_N).__name__}: torch.tensor(ids) converts a list")
         if ids_N.ndim != 1 or ids_N.dtype.is_floating_point or ids_N.dtype.is_complex:
-            raise DataError(f"ids are one vector of integers; got {ids_N.dtype} of shape {tuple(ids_N.shape)}")
+            raise DataError(f"ids must be a vector of integers; got {ids_N.dtype} of shape {tuple(ids_N.shape)}")
         hashes = splitmix64_mix(ids_N.cpu().numpy().astype(np.uint64) + np.uint64(GOLDEN_GAMMA))
         if self.axis.size == 1:
             return LookUp(hashes, [len(hashes)], [len(hashes)], None)
@@ -149,7 +149,7 @@ class ManagedTable:
         return LookUp(owned, send, receive, torch.from_numpy(order))
 
     def find(self, found: LookUp) -> LookUp:
-        """Set the rows of ``found`` by the present assignment."""
+        """Set the rows of ``found`` by the current assignment."""
         with self._host.look_ups():
             if found.hashes_M is None:
                 found.hashes_M = (torch.from_numpy(found.hashes.view(np.int64)) ^ SIGN).to(self.device)
@@ -167,7 +167,7 @@ class ManagedTable:
 
     def use(self, found: LookUp) -> Tensor:
         """x_ND of a batch that was looked up and read; its ids count from now on."""
-        assert found.version == self.version, "rows were assigned anew since; look them up again"
+        assert found.version == self.version, "rows have been reassigned since; look them up again"
         copy = found.wait()
         assert found.hashes_M is not None
         assert found.inverse_M is not None
@@ -185,13 +185,13 @@ class ManagedTable:
 
     @torch.no_grad()
     def step(self, lr: float) -> None:
-        """Update the rows that were used, and assign rows anew every so many steps."""
+        """Update the rows that were used, and reassign rows at the configured interval."""
         if not 0 <= lr < math.inf:
-            raise ConfigError(f"lr={lr} is not a learning rate; it must be at least 0")
+            raise ConfigError(f"lr={lr} is not a valid learning rate; it must be at least 0")
         if len(self._used) > 1:
             raise ConfigError(
-                f"{len(self._used)} batches were looked up since the last table.step, and one is supported; call "
-                "table.step after each batch, or look their ids up as one batch"
+                f"{len(self._used)} batches were looked up since the last table.step, but only one is supported; call "
+                "table.step after each batch, or look up their ids as one batch"
             )
         for found in self._used:
             copy = found.copy
@@ -220,7 +220,7 @@ class ManagedTable:
     def background(self) -> "Iterator[ThreadPoolExecutor]":
         """A thread that looks up and reads rows."""
         if self._worker is not None:
-            raise ConfigError("this table is read ahead already; end the other prefetched(...) loop first")
+            raise ConfigError("this table is already being prefetched; finish the other prefetched(...) loop first")
         with ThreadPoolExecutor(1, thread_name_prefix="table-rows") as worker:
             self._worker = worker
             try:
@@ -302,13 +302,13 @@ class ManagedTable:
         return whole | {"steps": torch.tensor(self.steps)}
 
     def load(self, state: dict[str, Tensor]) -> None:
-        """Continue from :meth:`state` of any number of ranks; raises ConfigError for a table of another size."""
+        """Continue from :meth:`state` of any number of ranks; raises ConfigError for a table of a different size."""
         self._flush()
         rows, width = state["weight_RD"].shape
         if (rows, width) != (BUCKETS * self.per_bucket, self.width):
             raise ConfigError(
                 f"the saved table has {rows} rows of {width} numbers, and this one {BUCKETS * self.per_bucket} of "
-                f"{self.width}; make it with the saved sizes"
+                f"{self.width}; create it with the saved sizes"
             )
         first, stop = self.first_bucket * self.per_bucket, self.stop_bucket * self.per_bucket
         self._host.weight_RD.copy_(state["weight_RD"][first:stop])

@@ -32,7 +32,7 @@ class MoEOutput(NamedTuple):
     balance: Tensor
     """The load-balancing loss, a mean over all ranks' tokens; no gradient."""
     z: Tensor
-    """The router z-loss, likewise."""
+    """The router z-loss, in the same form."""
     load_E: Tensor
     """int64: how many of this rank's token choices went to each expert, dropped ones included."""
     dropped: Tensor
@@ -61,10 +61,11 @@ class MoE(nn.Module):
         """
         super().__init__()
         if axes.sequence_parallel:
-            raise PlanError("nn.MoE takes the tokens whole on each tp rank; build the plan without sequence_parallel")
+            raise PlanError("nn.MoE needs all tokens on each tp rank; build the plan without sequence_parallel")
         if moe.pools_layers:
             raise ConfigError(
-                "balance_over 'model' is one loss of all layers, and nn.MoE is one layer; set balance_over 'layer'"
+                "balance_over 'model' is one loss over all layers, but nn.MoE is a single layer; set balance_over "
+                "'layer'"
             )
         config = ModelConfig(
             vocab_size=1, layers=1, width=width, heads=1, positions="learned", ffn_width=moe.ffn_width,
@@ -95,15 +96,15 @@ class MoE(nn.Module):
         checkpointing.
         """
         if x.dim() < 2 or x.shape[-1] != self.width:
-            raise ConfigError(f"an input of shape {tuple(x.shape)}; give (…, {self.width})")
+            raise ConfigError(f"an input of shape {tuple(x.shape)}; pass (…, {self.width})")
         if tokens is None and find_router(self.moe).needs_token_ids:
             kind = self.moe.router.kind
-            raise ConfigError(f"the {kind} router routes by token ids; give tokens=ids of the input's tokens")
+            raise ConfigError(f"the {kind} router routes by token ids; pass tokens=ids of the input's tokens")
         x_TD = x.reshape(-1, self.width)
         T, batch = len(x_TD), self.axes.batch
         ids_T = torch.zeros(T, dtype=torch.int64, device=x.device) if tokens is None else tokens.reshape(-1)
         if len(ids_T) != T:
-            raise ConfigError(f"{len(ids_T)} token ids for {T} tokens; give one each")
+            raise ConfigError(f"{len(ids_T)} token ids for {T} tokens; pass one per token")
         index_T = torch.arange(T, device=x.device)
         noisy = self.training and uses_noise(self.moe)
         if noisy or self.moe.capacity is not None:  # these depend on the token's index over all ranks

@@ -50,17 +50,17 @@ class PagedCache(KVCache):
         """
         if not len(pages) == len(lengths) == len(new_tokens):
             raise ConfigError(
-                f"{len(pages)} page tables, {len(lengths)} lengths and {len(new_tokens)} counts of new tokens; "
-                "give one of each a request"
+                f"{len(pages)} page tables, {len(lengths)} lengths and {len(new_tokens)} counts of new tokens; pass "
+                "one of each per request"
             )
         slots: list[int] = []
         for r, (table, length, new) in enumerate(zip(pages, lengths, new_tokens, strict=True)):
             if not 0 <= new <= length:
-                raise ConfigError(f"request {r} has {new} new tokens of {length}; give 0 to {length}")
+                raise ConfigError(f"request {r} has {new} new tokens of {length}; use 0 to {length}")
             if length > len(table) * self.page_tokens:
                 raise CapacityError(
-                    f"request {r} has {length} tokens and {len(table)} pages of {self.page_tokens}; "
-                    f"give it {-(-length // self.page_tokens)}"
+                    f"request {r} has {length} tokens and {len(table)} pages of {self.page_tokens}; it needs "
+                    f"{-(-length // self.page_tokens)}"
                 )
             if wrong := [page for page in table if not 0 <= page < self.pages]:
                 raise ConfigError(

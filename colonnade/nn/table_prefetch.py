@@ -7,8 +7,8 @@
 Rows that both batches have reach i + 1 updated, from the device's copies of i, and after a new assignment of rows i + 1
 is looked up again. So the result equals that without prefetch bit for bit (on a GPU under
 ``torch.use_deterministic_algorithms``, as gradients of a row that several ids share are added there in any order).
-Collectives stay in the main thread. On a GPU the main thread waits for no kernel; look-ups and copies have streams of
-their own.
+Collectives stay in the main thread. On a GPU the main thread waits for no kernel; look-ups and copies have their own
+streams.
 
     for batch, x_ND in prefetched(table, batches, lambda batch: batch.ids):
         loss(x_ND, batch).backward()
@@ -33,9 +33,9 @@ def prefetched(
 ) -> Iterator[tuple[Batch, Tensor]]:
     """(batch, x_ND) for each of ``batches``; call ``table.step`` once before the next one.
 
-    ``ids_of`` gives a batch's ids. Every rank has as many batches. An exception of the iterator, of ``ids_of`` or of a
-    read is raised when it is the batch's turn, after the batches before it, with the batch's number as a note. Raises
-    :class:`ConfigError` unless ``table.step`` is called once a batch.
+    ``ids_of`` gives a batch's ids. Every rank has the same number of batches. An exception from the iterator,
+    ``ids_of`` or a read is raised when the batch is due, after the batches before it, with the batch's number as a
+    note. Raises :class:`ConfigError` unless ``table.step`` is called once per batch.
     """
     source = iter(batches)
     with ThreadPoolExecutor(1, thread_name_prefix="table-loader") as loader, table.background() as rows:

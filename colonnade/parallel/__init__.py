@@ -1,1 +1,1 @@
-"""Axes, meshes, layouts and launching; nothing here knows what a transformer is."""
+"""Axes, meshes, layouts and launching; nothing here depends on a transformer."""

@@ -99,7 +99,9 @@ class Axis:
         return x if self.size == 1 else collectives.split(x, self, dim)
 
     def join(self, x: Tensor, dim: int, n: int) -> Tensor:
-        """Concatenate the shards of a dimension of full size ``n``, for ranks that all use the result alike."""
+        """Concatenate the shards of a dimension of full size ``n``, for ranks that all use the result in the same
+        way.
+        """
         return x if self.size == 1 else collectives.join(x, self, dim, n)
 
     def exchange(self, x: Tensor, send: list[int], receive: list[int]) -> Tensor:

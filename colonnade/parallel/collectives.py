@@ -35,7 +35,7 @@ def all_gather(x: Tensor, size: int, group: str) -> Tensor:
 
 
 def reduce_scatter(x: Tensor, size: int, group: str) -> Tensor:
-    """Return the sum over ranks of this rank's part of dimension 0, which must divide by ``size``."""
+    """Return the sum over ranks of this rank's part of dimension 0, which must be divisible by ``size``."""
     return _ops.wait_tensor(_ops.reduce_scatter_tensor(x.contiguous(), "sum", size, group))
 
 

@@ -62,7 +62,7 @@ def host_bytes(proc: Path = PROC) -> int:
 
 
 def _free_address_space(proc: Path) -> list[int]:
-    """What RLIMIT_AS (``ulimit -v``) leaves to this process, if it is set."""
+    """The memory that RLIMIT_AS (``ulimit -v``) leaves to this process, if it is set."""
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     statm = proc / "self" / "statm"
     if limit == resource.RLIM_INFINITY or not statm.is_file():

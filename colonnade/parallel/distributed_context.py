@@ -71,7 +71,7 @@ class DistributedContext:
 
     @cached_property
     def host_expert_storage_mesh(self) -> DeviceMesh:
-        """:attr:`expert_storage_mesh` likewise."""
+        """The same for :attr:`expert_storage_mesh`."""
         return _cpu_mesh(self.expert_storage_mesh)
 
     @property
@@ -112,7 +112,7 @@ class DistributedContext:
     def build(
         plan: Plan, device: str = "auto", timeout: datetime.timedelta = TIMEOUT
     ) -> Iterator["DistributedContext"]:
-        """Join the launcher's process group (or make one of size 1), and leave it at the end.
+        """Join the launcher's process group (or create one of size 1), and leave it at the end.
 
         In an existing default group, only the groups made here are destroyed at the end. ``timeout`` applies to each
         collective. Raises :class:`PlanError` when the number of processes is not the plan's, or ranks have different

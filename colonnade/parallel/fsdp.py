@@ -31,7 +31,7 @@ class Masters(Protocol):
     local: dict[str, Tensor]
     """Trained weights: plain tensors that alias the storage."""
     frozen: dict[str, Tensor]
-    """Weights that are not trained, likewise."""
+    """The same for weights that are not trained."""
     copies: dict[str, Tensor]
     """The model's lower-precision copies of masters."""
     gradient_holders: dict[str, Tensor]
@@ -116,7 +116,8 @@ class UnshardedMasters:
                 continue
             self.copies[name] = parameter
             if not single:
-                # Accumulating in float32 at once keeps the sum over micro-batches exact and frees the other gradient.
+                # Accumulating in float32 immediately keeps the sum over micro-batches exact and frees the other
+                # gradient.
                 parameter.register_post_accumulate_grad_hook(lambda p, master=master: _move_gradient(p, master))
         self.gradient_holders = self.local | self.copies if single else self.local
 
@@ -170,7 +171,7 @@ def _move_gradient(parameter: Tensor, master: Tensor) -> None:
 class ShardedMasters:
     """Masters that FSDP2 shards over the data axis.
 
-    Experts are sharded over axes of their own on the same ranks (layout rule 10), so their masters are
+    Experts are sharded over their own axes on the same ranks (layout rule 10), so their masters are
     :class:`UnshardedMasters` on each.
     """
 

@@ -43,8 +43,8 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 PEER_LOST = re.compile("Connection (closed|reset) by peer|Broken pipe")
 """Gloo's error in a rank that lost a peer."""
 PEER_LOST_S = 1.0
-"""How long such a rank waits before it ends [s]. The agent polls its processes every 0.1 s and tells the exit code of
-one that has ended: with this that is the lost peer.
+"""How long such a rank waits before it ends [s]. The agent polls its processes every 0.1 s and reports the exit code of
+the first one that has ended; thanks to this delay that is the lost peer.
 """
 GPUS_VARIABLE = "CUDA_VISIBLE_DEVICES"
 REPORTS_VARIABLE = "COLONNADE_REPORTS"
@@ -67,7 +67,7 @@ def launch(
     for any other failure, :class:`~colonnade.errors.Interrupted` when a signal ended the run.
 
     After a WorkerError all processes are restarted, ``restarts`` times at most. torch's agent can restart a group too,
-    but cannot tell a crash from a user's mistake, which would only fail again.
+    but cannot distinguish a crash from a user's mistake, which would only fail again.
     """
     if dist.is_torchelastic_launched():
         plan.check_world(int(os.environ["WORLD_SIZE"]))
@@ -83,11 +83,11 @@ def launch(
             if tried == restarts:
                 raise
             tried += 1
-            print(f"{failure}; starting again, {tried} of at most {restarts} times", file=sys.stderr, flush=True)
+            print(f"{failure}; restarting, {tried} of at most {restarts} times", file=sys.stderr, flush=True)
 
 
 def end_process(error: errors.ColonnadeError) -> NoReturn:
-    """Exit at once with ``error``, from any thread, where no exception would reach the main thread."""
+    """Exit immediately with ``error``, from any thread, where no exception would reach the main thread."""
     if reports := os.environ.get(REPORTS_VARIABLE):
         _report(error, reports)
     else:
@@ -157,7 +157,7 @@ def _run_elastic(
     )
     # The agent logs each failure at length; our error has one line, and the reports hold the rest.
     verbose = ("torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing.spawn")
-    # Each module's logger has a level of its own, so setting the parent's is not enough.
+    # Each module's logger has its own level, so setting the parent's is not enough.
     loggers = [logging.getLogger(name) for name in list(logging.root.manager.loggerDict) if name.startswith(verbose)]
     before = [logger.level for logger in loggers]
     for logger in loggers:
@@ -249,7 +249,8 @@ def _report(error: BaseException, folder: str) -> None:
 def _explain(failed: ChildFailedError, folder: Path) -> Exception:
     """Return one error for the first failure: a worker's report, or the signal that killed it."""
     reports = {int(path.stem): json.loads(path.read_text()) for path in folder.glob("*.json")}
-    # The watchdog's report knows more than the missing rank's exit code: the rank may have been killed afterwards.
+    # The watchdog's report has more information than the missing rank's exit code: the rank may have been killed
+    # afterwards.
     missing = [report["message"] for report in reports.values() if report["kind"] == errors.WorkerError.__name__]
     if missing:
         return errors.WorkerError(missing[0])
@@ -257,7 +258,7 @@ def _explain(failed: ChildFailedError, folder: Path) -> Exception:
     for rank, failure in sorted(failed.failures.items()):
         if failure.exitcode < 0 and -failure.exitcode not in STOP_SIGNALS and rank not in reports:
             name = signal.Signals(-failure.exitcode).name
-            hint = " (out of memory is the usual reason)" if name == "SIGKILL" else ""
+            hint = " (usually because it ran out of memory)" if name == "SIGKILL" else ""
             return errors.WorkerError(f"rank {rank} was killed by {name}{hint}; the run was stopped")
     stops = [-f.exitcode for f in failed.failures.values() if -f.exitcode in STOP_SIGNALS]
     if not reports and stops:

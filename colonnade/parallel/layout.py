@@ -53,7 +53,7 @@ def residual_placement(axes: Axes) -> Replicated:
 def layout_of(model: nn.Module) -> dict[str, Placement]:
     """Placement of each parameter of ``model`` by its full name; asserts that every parameter has one.
 
-    A quantised matrix is no parameter.
+    A quantised matrix is not a parameter.
     """
     table = placements(model)
     names = {name for name, _ in model.named_parameters()}

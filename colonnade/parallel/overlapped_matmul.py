@@ -12,10 +12,10 @@ function is the other's backward; the weight gradient needs no communication and
 A :class:`RowTransfer` moves the rows. :class:`CollectiveTransfer` uses blocking collectives: it is the reference, and
 what CPUs use. :class:`CopyEngineTransfer` uses the copy engines of GPUs on one machine, which leaves all
 multiprocessors to the products: NCCL's kernels cost more than they hide (docs/log.md, "Tensor parallelism on four
-H200s"). Each rank has a symmetric buffer that its peers can read and write; a copy between two of them is a
-cudaMemcpy, and only a barrier of one small block and the additions of a sum take multiprocessors. A buffer has two
-slots, used alternately, so one barrier per operation is enough: a rank that has passed the barrier of operation i knows
-that every peer is done with the slot of operation i - 1.
+H200s"). Each rank has a symmetric buffer that its peers can read and write; a copy between two of them is a cudaMemcpy,
+and only a barrier of one small block and the additions of a sum take multiprocessors. A buffer has two slots, used
+alternately, so one barrier per operation is enough: a rank that has passed the barrier of operation i can rely on every
+peer being done with the slot of operation i - 1.
 
     gather_chunks     x into the own slot; barrier; copy the peers' x out of their slots, one after another
     send_partial      part r into the slot of rank r
@@ -121,7 +121,7 @@ class SymmetricBuffer:
 
 
 class CopyEngineTransfer:
-    """Moves rows by GPU copy engines on a stream of its own, within one machine."""
+    """Moves rows by GPU copy engines on a separate stream, within one machine."""
 
     def __init__(self, axis: Axis, device: torch.device):
         self.axis = axis
@@ -172,7 +172,7 @@ class CopyEngineTransfer:
             yield r
 
     def send_partial(self, r: int, part_tD: Tensor) -> None:
-        """Copy the part to rank ``r`` while the caller goes on."""
+        """Copy the part to rank ``r`` while the caller continues."""
         ranks = ring_order(self.axis)
         buffer = self._next_buffer(part_tD) if r == ranks[0] else self._buffer
         assert buffer is not None, f"parts are sent in the order {ranks}"
@@ -182,7 +182,7 @@ class CopyEngineTransfer:
         self._in_flight.append(part_tD)
 
     def receive_sum(self) -> Tensor:
-        """Sum the received parts while the caller goes on."""
+        """Sum the received parts while the caller continues."""
         assert self._buffer is not None, "no part was sent"
         part_tD = self._in_flight[-1]
         y_tD = torch.empty_like(part_tD)

@@ -4,10 +4,10 @@ The schedules of forward and backward passes are torch's:
 
     gpipe        all forwards, then all backwards                              Huang et al., arXiv 1811.06965
     1f1b         one forward, one backward: as many in flight as stages        Narayanan et al., PipeDream, SOSP 2019
-    interleaved  several stages a rank: a smaller bubble, more messages        Narayanan et al., arXiv 2104.04473
+    interleaved  several stages per rank: a smaller bubble, more messages      Narayanan et al., arXiv 2104.04473
     zero_bubble  weight gradients computed in the bubbles                      Qi et al., arXiv 2401.10241
 
-Every rank already has what a micro-batch needs beside the activations (positions, documents, targets), so only the
+Every rank already has what a micro-batch needs besides the activations (positions, documents, targets), so only the
 micro-batch's number passes through torch, as an index tensor. Torch would chunk tensor arguments and replicate all
 others to every micro-batch (docs/decisions/0004-parallel-rules-on-h200.md).
 """

@@ -1,8 +1,8 @@
 """Process groups for programs that manage groups themselves instead of using a plan: the compatibility layers.
 
 A plan's mesh is built once, by all ranks together (:mod:`colonnade.parallel.distributed_context`). Here a program asks
-for one group after another, perhaps inside a group of its own that other ranks do not know; so only the members of a
-new group take part in creating it. A group is None where there is only one process.
+for one group after another, perhaps for a group that other ranks are not aware of; so only the members of a new group
+take part in creating it. A group is None where there is only one process.
 """
 
 import atexit
@@ -36,7 +36,7 @@ class ProcessInfo(NamedTuple):
 def init_process_group(backend: str, timeout: datetime.timedelta) -> ProcessInfo:
     """Join the default group of the processes that torchrun started; a single process makes none.
 
-    ``backend`` is "nccl" (a GPU per process) or "gloo" (CPUs). An existing default group is used as it is.
+    ``backend`` is "nccl" (a GPU per process) or "gloo" (CPUs). An existing default group is used unchanged.
     """
     if backend not in ("nccl", "gloo"):
         raise PlanError(f"there is no backend '{backend}' here; use 'nccl' or 'gloo'")
@@ -109,7 +109,7 @@ def make_all_to_all(group: Group, *, two_steps: bool) -> tuple[HierarchicalAllTo
 
 def _check_divides(size: int, axis: Axis) -> None:
     if size < 1 or axis.size % size:
-        raise PlanError(f"{axis.size} ranks do not divide into groups of {size}; use a divisor of {axis.size}")
+        raise PlanError(f"{axis.size} ranks cannot be divided into groups of {size}; use a divisor of {axis.size}")
 
 
 _groups: dict[tuple[int, ...], Group] = {}

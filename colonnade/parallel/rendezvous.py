@@ -1,10 +1,10 @@
 """Rendezvous under a name that no earlier attempt used, and a check that all ranks have the same settings.
 
 torchrun keeps one key-value store for all its attempts. Processes that it restarts after a failure find the addresses
-of the dead ones in it, and connect to nobody or wait for ever (seen with gloo and torch 2.13; its restart count does
+of the dead ones in it, and fail to connect or wait forever (seen with gloo and torch 2.13; its restart count does
 not help, because it differs between machines). So the ranks first agree on a new name and put their keys below it:
 each rank but 0 posts a random token, and rank 0 answers these tokens with the name until every rank has acknowledged
-it. Keys left by earlier attempts are answered too, and read by nobody.
+it. Keys left by earlier attempts are answered too, but never read.
 
 Settings that differ between ranks (a width, a plan, a batch) give mismatched collectives, which hang or return wrong
 numbers. :func:`check_same_settings` compares a digest of fixed size before anything of unequal shape is sent.
@@ -51,7 +51,7 @@ def agree_on_name(store: dist.Store, rank: int, world: int, timeout: datetime.ti
             elif store.check([f"colonnade/token/{peer}"]):
                 store.set(f"colonnade/name/{store.get(f'colonnade/token/{peer}').decode()}", token)
         if time.monotonic() > until_s:
-            raise WorkerError(f"ranks {sorted(awaited)} of {world} did not come within {timeout}; look at their output")
+            raise WorkerError(f"ranks {sorted(awaited)} of {world} did not arrive within {timeout}; check their output")
         time.sleep(POLL_S)
     return token
 

@@ -1,9 +1,9 @@
 """Symmetric memory of the GPUs of one machine (NVLink or PCIe), and one-shot all-reduces of small messages over it.
 
-A tensor-parallel decoding step all-reduces a few kilobytes twice a layer, and a step over a sharded cache gathers as
-few; a library's collective takes as long for these as for a megabyte. :class:`SmallAllReduce` runs them by
-:mod:`colonnade.parallel.triton_small_allreduce`, one kernel that reads the peers' memory. The size limits are a table,
-``small_allreduce.json`` beside this file, measured by ``python benchmarks/small_reduce.py --tune``; "none" in
+A tensor-parallel decoding step all-reduces a few kilobytes twice per layer, and a step over a sharded cache gathers
+similarly small messages; a library's collective takes as long for these as for a megabyte. :class:`SmallAllReduce` runs
+them by :mod:`colonnade.parallel.triton_small_allreduce`, one kernel that reads the peers' memory. The size limits are a
+table, ``small_allreduce.json`` next to this file, measured by ``python benchmarks/small_reduce.py --tune``; "none" in
 ``measured_on`` marks limits that were estimated. Larger messages, several machines, CPUs and tensors that need a
 gradient use the library's collectives.
 """

@@ -11,7 +11,7 @@ every run.
 Two slots are enough without a second barrier: a rank that writes in call i has finished call i − 1, for which all peers
 had begun theirs, and so had finished i − 2, the last one that read this slot. The blocks of a message are independent;
 each has its own flags. A flag may be one ahead of the awaited value, never more, and the counter may wrap around. The
-call counter is kept on the device, one per possible block, so that a captured CUDA graph goes on counting; nothing
+call counter is kept on the device, one per possible block, so that a captured CUDA graph continues counting; nothing
 synchronises with the host. Only plain loads and stores, and atomics on flags, access a peer: no multicast.
 """
 
@@ -40,8 +40,8 @@ def exchange(
 ):  # fmt: skip
     """Compute one block of ``n`` elements: of the sum (n,), or of the gathered messages (RANKS, n).
 
-    ``slots_ptr`` and ``flags_ptr`` hold the addresses of every rank's two slots and of its flags (BLOCKS, RANKS), of
-    which rank r writes column r. ``calls_ptr`` counts all calls so far, for each of BLOCKS blocks.
+    ``slots_ptr`` and ``flags_ptr`` hold the addresses of every rank's two slots and of its flags (BLOCKS, RANKS); rank
+    r writes column r. ``calls_ptr`` counts all calls so far, for each of BLOCKS blocks.
     """
     kind: tl.constexpr = x_ptr.dtype.element_ty
     block = tl.program_id(0)

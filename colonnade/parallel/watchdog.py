@@ -1,10 +1,10 @@
-"""Heartbeat watchdog: names the rank that stopped responding, so that its peers do not wait for ever.
+"""Heartbeat watchdog: names the rank that stopped responding, so that its peers do not wait forever.
 
-A collective whose peer was stopped, lost or is stuck does not return, and no exception reaches the thread that waits in
-it. So a second thread on each rank writes a *heartbeat* to the process group's store at regular intervals: how many
-*marks* the rank has passed and how long it has been at the last one. Marks come in the same order on all ranks. While
-its own rank advances, the thread reads nothing; after a quarter of the limit without a new mark it reads the others'
-heartbeats, and at the limit it ends the process with the missing rank:
+A collective with a peer that was stopped, lost or is stuck does not return, and no exception reaches the thread that
+waits in it. So a second thread on each rank writes a *heartbeat* to the process group's store at regular intervals: how
+many *marks* the rank has passed and how long it has been at the last one. Marks come in the same order on all ranks.
+While its own rank advances, the thread reads nothing; after a quarter of the limit without a new mark it reads the
+others' heartbeats, and at the limit it ends the process with the missing rank:
 
     no heartbeat for three quarters of the limit   the process was stopped, killed, or cannot be reached: it is missing
     all beat, and all are past their limits        those with the fewest marks are missing: the others wait for them
@@ -47,7 +47,7 @@ class Heartbeat:
     step: int
     """The current optimizer step, from 1."""
     activity: str
-    """What the rank does since the last mark, such as "computes"."""
+    """The rank's activity since the last mark, such as "computes"."""
     waited_s: float
     """Time since the last mark."""
     limit_s: float
@@ -107,7 +107,7 @@ class Watchdog:
                     monitor.reset()
                     continue
                 monitor.poll(passed_s)
-            except RuntimeError as error:  # the store's host is gone or does not answer
+            except RuntimeError as error:  # the store's host is gone or does not respond
                 if finished:
                     return
                 monitor.store_failed(passed_s, error)
@@ -119,7 +119,7 @@ class HeartbeatMonitor:
     """One rank's view of all ranks' heartbeats, exchanged through ``store``."""
 
     def __init__(self, store: Any, rank: int, world: int, timeout_s: float):
-        # A connection of its own: the process group's blocks while it waits for a key.
+        # A separate connection: the process group's blocks while it waits for a key.
         self.store = dist.PrefixStore("colonnade/beats", store.clone())
         self.store.set_timeout(timedelta(seconds=max(timeout_s, 0.1)))
         self.rank, self.world = rank, world
@@ -133,7 +133,7 @@ class HeartbeatMonitor:
         self.store_silent_s = 0.0
 
     def reset(self) -> None:
-        """Forget the peers' state, because this rank advances."""
+        """Reset the peers' state, because this rank advances."""
         self.silent_s.clear()
         self.beats.clear()
 
@@ -150,14 +150,14 @@ class HeartbeatMonitor:
                 self.silent_s[rank] = self.silent_s.get(rank, 0.0) + passed_s
 
     def store_failed(self, passed_s: float, error: Exception) -> None:
-        """Note that the store did not answer."""
+        """Note that the store did not respond."""
         self.store_silent_s, self.store_error = self.store_silent_s + passed_s, str(error).splitlines()[0]
 
     def diagnose(self, mine: Heartbeat, timeout_s: float) -> str | None:
         """Describe the missing ranks in one line, if any; ``mine`` has waited for the limit at least."""
         silence_s = 0.75 * timeout_s
         here = f"step {mine.step}: rank {self.rank} {mine.activity} and has waited for {mine.waited_s:.3g} s"
-        remedy = "look at that machine and its memory; the same command goes on from the newest checkpoint"
+        remedy = "check that machine and its memory; the same command resumes from the newest checkpoint"
         if self.store_silent_s >= silence_s:
             silent = f"the rendezvous store has not answered for {self.store_silent_s:.3g} s ({self.store_error})"
             return f"{here}; {silent}; {remedy}"
@@ -172,10 +172,10 @@ class HeartbeatMonitor:
         least = min(beat.marks for beat in running.values())
         behind = [rank for rank, beat in sorted(running.items()) if beat.marks == least]
         if len(behind) == len(running):
-            return f"{here}; all ranks are alive and none advances; raise --train.timeout_s if a step may take so long"
+            return f"{here}; all ranks are alive but make no progress; raise --train.timeout_s for longer steps"
         shown = ", ".join(f"rank {r} {beats[r].activity} in step {beats[r].step}" for r in behind)
         stuck_s = beats[behind[0]].waited_s
-        return f"{here} for ranks that are alive and do not advance: {shown} for {stuck_s:.3g} s; look there"
+        return f"{here} for ranks that are alive but make no progress: {shown} for {stuck_s:.3g} s; check these ranks"
 
     def _last_seen(self, rank: int) -> str:
         beat = self.beats.get(rank)

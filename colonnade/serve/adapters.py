@@ -114,14 +114,14 @@ class EngineAdapters:
             return 0
         if name not in self.names:
             known = ", ".join(self.names) or "none"
-            raise ConfigError(f"there is no adapter '{name}' here, but {known}; name one of these, or none")
+            raise ConfigError(f"there is no adapter '{name}' here, only {known}; name one of these, or none")
         return self.names.index(name) + 1
 
 
 def whole_pairs(path: str, base: ModelConfig) -> dict[str, tuple[Tensor, Tensor]]:
     """(A, s · B) of all ranks by the name of the linear layer; q, k and v are one pair of the fused projection.
 
-    Raises :class:`CheckpointError` for adapters of another model, and of experts.
+    Raises :class:`CheckpointError` for adapters of a different model, and of experts.
     """
     model, tensors, _ = read_adapter(path, base)
     assert model.lora is not None
@@ -131,7 +131,7 @@ def whole_pairs(path: str, base: ModelConfig) -> dict[str, tuple[Tensor, Tensor]
         module, _, rest = name.partition(NAME)
         if rest.partition("_")[0] in ("gate", "up", "down"):
             raise CheckpointError(
-                f"{path} has adapters of routed experts, which are served merged only: colonnade serve {path}"
+                f"{path} has adapters of routed experts, which can only be served merged: colonnade serve {path}"
             )
         by_module.setdefault(module, {})[rest] = tensor
     found: dict[str, tuple[Tensor, Tensor]] = {}

@@ -13,6 +13,6 @@ Backend: TypeAlias = "EngineClient | Replicas | Upstreams"
 
 
 def make_engine(config: ServeConfig, models: int) -> EngineClient | Replicas:
-    """The engine, or the replicas, of one of ``models``: with several an engine that dies is started again."""
+    """The engine, or the replicas, of one of ``models``: with several, an engine that dies is restarted."""
     assert config.replicas != "auto", "the server has decided how many"
     return Replicas(config.replicas) if models > 1 or config.replicas > 1 else EngineClient()

@@ -23,12 +23,12 @@ def check_ranks(*, tp: int, cp: int) -> None:
         if size > 1:
             raise ConfigError(
                 f"serve.batch_invariant is for one rank, and this model is on {name}={size}: sums over ranks have no "
-                f"fixed order; use --plan.{name} 1, or leave serve.batch_invariant out"
+                f"fixed order; use --plan.{name} 1, or remove serve.batch_invariant"
             )
 
 
 def make_batch_invariant(model: Transformer) -> str:
-    """Switch ``model`` to batch-invariant kernels, for good, and return the name of its attention implementation.
+    """Switch ``model`` to batch-invariant kernels permanently, and return the name of its attention implementation.
 
     "reference" is for a model that runs token by token. Raises :class:`ConfigError` for a model without such kernels
     on a GPU.
@@ -41,7 +41,7 @@ def make_batch_invariant(model: Transformer) -> str:
 
 
 def split_into_single_tokens(work: Work, page_tokens: int) -> list[Work]:
-    """``work`` as passes of one token each; a request runs after those whose pages it shares."""
+    """``work`` as passes of one token each; a request runs after those that it shares pages with."""
     passes = []
     for piece in work.slices:
         for i, token in enumerate(piece.tokens):
@@ -54,13 +54,13 @@ def split_into_single_tokens(work: Work, page_tokens: int) -> list[Work]:
 
 
 def batching_note(config: ModelConfig) -> str:
-    """A note about experts whose result depends on the other tokens of a batch; empty for other models."""
+    """A note about experts with results that depend on the other tokens of a batch; empty for other models."""
     moe = config.moe
     if moe is not None and moe.router.kind == "expert_choice":
-        return "note: in training the router expert_choice chose among all tokens of a text; here it sees one at a time"
+        return "note: router expert_choice chose among all tokens of a sequence in training; here it sees one at a time"
     if moe is not None and moe.capacity:
         return (
-            f"note: experts with a capacity (factor {moe.capacity:g}) drop tokens when a batch has too many for one, "
-            "also between requests; --experts.capacity off drops none"
+            f"note: experts with a capacity (factor {moe.capacity:g}) drop tokens when a batch has too many for one "
+            "expert, so requests affect each other; --experts.capacity off drops none"
         )
     return ""

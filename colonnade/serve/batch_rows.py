@@ -34,7 +34,7 @@ class BatchRows:
         return list(self._rows)
 
     def add(self, request: Request) -> None:
-        """Give ``request`` the lowest free row."""
+        """Assign ``request`` the lowest free row."""
         if self._free:
             request.batch_row = heapq.heappop(self._free)
             self._rows[request.batch_row] = request

@@ -1,4 +1,4 @@
-"""Beam search for encoder–decoders: the text whose tokens have the highest mean log-probability, about.
+"""Beam search for encoder–decoders: approximately the text with the highest mean log-probability per token.
 
     score = Σ log p(token) / tokens^length_penalty          the end token is one of the tokens
 
@@ -7,7 +7,7 @@ source. A step gives the most probable tokens after each beam: (1 + end tokens)�
 continuations the best that do not end become the beams of the next step; one that ends is finished if it is among the
 best ``width``. The search ends when ``width`` have finished and no running beam scores higher at its present length (as
 in transformers, whose ``early_stopping`` is False), or at the limit of tokens. Nothing is random, so a preempted search
-starts again.
+is restarted.
 
 Pure Python: no tensors. The scheduler moves pages (:meth:`colonnade.serve.scheduler.Scheduler.continue_search`).
 """
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Hypothesis(NamedTuple):
-    """A text that ended, or reached the limit."""
+    """An output that ended, or reached the limit."""
 
     score: float
     tokens: tuple[int, ...]
@@ -38,7 +38,7 @@ class Continuation(NamedTuple):
 
 
 def candidates(width: int, ends: int) -> int:
-    """Tokens to compare after each beam: if all that end come first, ``width`` others are left."""
+    """Tokens to compare after each beam: even if all end tokens come first, ``width`` others are left."""
     return max(2, 1 + ends) * width
 
 
@@ -62,11 +62,11 @@ class BeamSearch:
 
     @property
     def candidates(self) -> int:
-        """Tokens whose log-probability is wanted after each beam."""
+        """Tokens with requested log-probabilities after each beam."""
         return candidates(self.width, len(self.ends))
 
     def start(self, root: "Request") -> None:
-        """Begin, or begin again, with ``root`` as the only beam."""
+        """Start, or restart, with ``root`` as the only beam."""
         self.root, self.beams, self._totals, self._finished = root, [root], [0.0], []
         self._scores.clear()
 
@@ -113,7 +113,7 @@ class BeamSearch:
 
     @property
     def diverged(self) -> bool:
-        """Whether the best text does not go on after the tokens that another engine has delivered."""
+        """Whether the best text does not continue after the tokens that another engine has delivered."""
         count = len(self.delivered)
         return self.best[:count] != self.delivered or len(self.best) == count
 

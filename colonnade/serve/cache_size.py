@@ -3,8 +3,8 @@
     cache = share · (available − weights − activations of the largest step − CUDA graphs)
 
 Available is what is free on the device, so that a second server on it takes its share of what the first has left. The
-share is 0.9 on a GPU, a quarter on a CPU, whose memory others need too, and 1 if the user has set ``memory_bytes``. On
-a CPU memory is taken only when a page is first written (:mod:`colonnade.model.cache`).
+share is 0.9 on a GPU, a quarter on a CPU, where other programs need memory too, and 1 if the user has set
+``memory_bytes``. On a CPU memory is taken only when a page is first written (:mod:`colonnade.model.cache`).
 """
 
 from bisect import bisect_right
@@ -37,7 +37,8 @@ def size_cache(spec: EngineSpec, available: int) -> EngineSpec:
 
 
 def affordable_pages(spec: EngineSpec, available: int) -> int:
-    """The most pages on a rank whose memory is within the share, at most those of ``max_requests`` whole contexts.
+    """The maximum number of pages on a rank with memory within the share, at most those of ``max_requests`` whole
+    contexts.
 
     Activations and graphs grow with the longest context that the pages can hold.
     """

@@ -13,14 +13,14 @@ from multiprocessing.process import BaseProcess
 from typing import NamedTuple
 
 ENGINE_MODULES = ("colonnade.parallel.launch", "colonnade.serve.worker")
-"""What an engine's process imports, torch above all."""
+"""Modules that an engine's process imports, mainly torch."""
 
 Settings = tuple[dict[str, str], set[int] | None]
-"""OpenMP's variables and the affinity, both of which a process must have before it imports torch."""
+"""OpenMP's variables and the affinity, which must both be set before torch is imported."""
 
 
 SETTINGS_S = 10.0
-"""Time for a waiting process to say with which settings it has imported torch [s]."""
+"""Time for a waiting process to report the settings with which it imported torch [s]."""
 
 
 class WaitingChild(NamedTuple):

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 from colonnade.errors import RequestError
 
 MAX_NESTING = 100
-"""Most lists and objects inside one another. llguidance reads 128 levels, Python's own functions a few hundred."""
+"""Maximum nesting of lists and objects. llguidance reads 128 levels, Python's own functions a few hundred."""
 
 _ESCAPED_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -32,7 +32,7 @@ def parse_text(text: str, param: str, where: str) -> Any:
     except RequestError as error:
         raise RequestError(f"{where}: {error.message}", param=param, code=error.code) from None
     except RecursionError:
-        raise RequestError(f"{where} nests lists or objects too deep", param=param, code="invalid_json") from None
+        raise RequestError(f"{where} nests lists or objects too deeply", param=param, code="invalid_json") from None
     except ValueError as error:
         what = str(error).partition(";")[0]
         raise RequestError(f"{where} cannot be read as JSON: {what}", param=param, code="invalid_json") from None
@@ -49,7 +49,7 @@ def to_json_text(values: object, param: str, where: str) -> str:
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not JSON")
 
 
 def _check_nesting(values: object) -> None:
@@ -60,7 +60,7 @@ def _check_nesting(values: object) -> None:
         if not level:
             return
     raise RequestError(
-        f"lists and objects are nested over {MAX_NESTING} levels deep; no request needs more than a few",
+        f"lists and objects are nested more than {MAX_NESTING} levels deep; no request needs more than a few",
         code="invalid_json",
     )
 
@@ -83,8 +83,8 @@ def check_unicode(values: object) -> None:
 def _check_text(text: str, where: str, path: tuple[str, ...]) -> None:
     if not text.isascii() and (found := _SURROGATE.search(text)):
         raise RequestError(
-            f"{where[:80]} has the lone surrogate U+{ord(found.group()):04X} at character {found.start()}, which is no "
-            "character; send both halves of the pair, or the character itself in UTF-8",
+            f"{where[:80]} has the lone surrogate U+{ord(found.group()):04X} at character {found.start()}, which is "
+            "not a character; send both halves of the pair, or the character itself in UTF-8",
             param=path[0][:80] if path else None,
             code="invalid_unicode",
         )

@@ -1,4 +1,4 @@
-"""The remainder of a request whose engine has failed, so that another engine can continue after its last token.
+"""The remainder of a request after its engine has failed, so that another engine can continue after its last token.
 
 The seed is fixed before the request runs. Noise is a function of the seed and the number of tokens, so the text equals
 that of an engine that did not fail; in 16 bits the logits of another batch may round differently.

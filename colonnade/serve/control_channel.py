@@ -1,4 +1,4 @@
-"""Messages between the server and one of its fronts: one JSON object a line, over a Unix socket, in both directions.
+"""Messages between the server and one of its fronts: one JSON object per line, over a Unix socket, in both directions.
 
 {"do": …, …}                     needs no answer
 {"do": …, "id": n, …}            is answered by {"answer": n, …}, or {"answer": n, "error": {…}}
@@ -17,7 +17,7 @@ Handler = Callable[[Message], Awaitable[Message | None]]
 
 
 class ControlChannel:
-    """One end; ``handle`` processes a message and returns its answer. Messages are started in order."""
+    """One end; ``handle`` processes a message and returns its reply. Messages are started in order."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, handle: Handler):
         self._reader, self._writer, self._handle = reader, writer, handle
@@ -41,11 +41,11 @@ class ControlChannel:
                     answer.set_exception(_gone())
 
     def send(self, do: str, **fields: Any) -> None:
-        """Send a message that needs no answer."""
+        """Send a message that needs no reply."""
         self._write({"do": do, **fields})
 
     async def ask(self, do: str, **fields: Any) -> Message:
-        """The answer to a message; raises the :class:`RequestError` of the other end, or one if it has exited."""
+        """The reply to a message; raises the :class:`RequestError` of the other end, or one if it has exited."""
         if self.closed.is_set():
             raise _gone()
         number = next(self._numbers)

@@ -1,7 +1,7 @@
 """Sampling of a few rows on one thread of a CPU, with the bits of :mod:`colonnade.serve.sampler`.
 
-A decode step of a small model takes a few milliseconds. For 32 rows of 2,048 tokens torch spent 2.5 of them on about
-200 calls, many of which wake all threads; NumPy computes the same in 0.7, with torch's logarithms.
+A decode step of a small model takes a few milliseconds. For 32 rows of 2,048 tokens torch spent 2.5 ms on about 200
+calls, many of which wake all threads; NumPy computes the same in 0.7 ms, with torch's logarithms.
 """
 
 from collections.abc import Sequence

@@ -101,7 +101,7 @@ class CudaGraphRunner:
 
 @dataclass(frozen=True)
 class _CapturedGraph:
-    """A graph, the page tables whose plans it reads, and its output."""
+    """A graph, the page tables with the plans that it reads, and its output."""
 
     table: PageTable
     source_table: PageTable | None
@@ -148,7 +148,7 @@ class PlannedBatch:
     def is_valid_for(self, lengths: Sequence[int], tables: Sequence[Sequence[int]]) -> bool:
         """Whether the plans fit these too: no length has grown by more than a few tokens, shared pages are equal.
 
-        Lengths do not all grow alike: padding does not grow, nor does a request whose last page is on another rank.
+        Lengths do not all grow equally: padding does not grow, nor does a request whose last page is on another rank.
         Another request in the same row may have the same length and other pages.
         """
         grown = [new - old for new, old in zip(lengths, self.lengths, strict=True)]
@@ -174,14 +174,14 @@ class _PaddedBatch:
         self._tables: list[Sequence[int]] = [(self.scratch,)] * size
         """The page tables in :attr:`pages`."""
         self._host_pages = torch.full((size, widest), self.scratch, dtype=torch.int32)
-        """A host copy of :attr:`pages`, of which a step changes a few rows."""
+        """A host copy of :attr:`pages`; a step changes a few of its rows."""
         encoder = runner.model.config.encoder
         self.sources = None if encoder is None else SourceTables(self.cache, size, encoder.context, self.scratch)
         self._graphs: dict[bool, _CapturedGraph] = {}
         """Without and with shared prefixes."""
         self.planned: PlannedBatch | None = None
         """The batch of the current split plans; None: new ones are needed."""
-        # Collectives are no torch functions, so the recorder would not see them.
+        # Collectives are not torch functions, so the recorder would not see them.
         self._records = runner.kernels == "native" and self.shard.is_whole and runner.model.axes.tp.size == 1
         """Whether the next step on a CPU is to be recorded."""
         self._recorded: tuple[Tensor, Recording] | None = None

@@ -1,15 +1,15 @@
 """Speculative decoding with a draft model: a smaller model with the same vocabulary generates the drafts.
 
     before a decode step   the draft model decodes up to k tokens of each request, one pass for each
-    the step               the target decodes the newest token and the k drafts, each as a row of its own, and samples
+    the step               the target decodes the newest token and the k drafts, each as its own row, and samples
     commit                 samples are kept while they equal the drafts (:mod:`colonnade.serve.speculation`)
 
 Leviathan 2023 and Chen 2023 accept a draft with the ratio of the two models' probabilities, which keeps the target's
-distribution. Here both models sample with the same noise, a function of seed, place and token: a draft is accepted if
-it is the token that the target draws with this noise anyway, so the text of a seed does not change. With the same
+distribution. Here both models sample with the same noise, a function of seed, position and token: a draft is accepted
+if it is the token that the target draws with this noise anyway, so the text of a seed does not change. With the same
 noise the two draws are equal nearly as often as the distributions overlap.
 
-The draft model has a KV cache of its own with the target's pages and page tables: slot i of a page holds the same token
+The draft model has its own KV cache with the target's pages and page tables: slot i of a page holds the same token
 in both. So sharing, preemption and cancellation need no additional code. :attr:`Request.draft_computed` tokens of a
 request are in it, and the pages in :attr:`PagePool.drafted` are complete. Prompts, and tokens generated without drafts,
 are run in chunks once a request is drafted for; refused drafts are overwritten.
@@ -51,7 +51,7 @@ PROBE_SHARE = 1 / 64
 """Time of probes to that of the target's passes, at most."""
 
 SAVED_PASSES = 64
-"""Passes of the target whose time probes may take at once."""
+"""Maximum time of consecutive probes, in passes of the target."""
 
 CATCH_UP_TOKENS = 32
 """Maximum number of tokens for the draft model to catch up on, per token that may still be generated."""
@@ -105,16 +105,14 @@ class DraftModel:
         self._probe_s = 0.0
         """Time that probes may take."""
         self._probes: list[tuple[Tokens, DraftState, list[int]]] = []
-        """Probes that may still run: their tokens, whose they are, and those of the text."""
+        """Probes that may still run: their tokens, their requests, and the tokens of the text."""
 
     def start(self, request: Request) -> DraftState:
         """The state of a new request, with the acceptance rate of the others."""
         return DraftState(self.rate)
 
     def plan(self, requests: Sequence[Request], limits: Sequence[int], total: int, rows: int) -> list[int]:
-        """The worthwhile number of drafts for requests of which the draft model has all tokens; also runs missing
-        tokens.
-        """
+        """The worthwhile number of drafts for requests with all tokens in the draft model; also runs missing tokens."""
         self._read_probes()
         for request in requests:
             self._mark_pages(request)
@@ -162,7 +160,7 @@ class DraftModel:
         return drafts
 
     def observe(self, request: Request, accepted: int, refused: bool) -> None:
-        """Take note of checked drafts."""
+        """Record the checked drafts."""
         for right in [True] * accepted + [False] * refused:
             self._observe(_state(request), right=right)
 
@@ -195,7 +193,7 @@ class DraftModel:
         return True
 
     def _valid(self, tokens: Iterator[int]) -> list[int]:
-        """``tokens`` up to the first that is none: its logits were not finite, or the target does not have it."""
+        """``tokens`` up to the first invalid one: its logits were not finite, or the target does not have it."""
         valid = list[int]()
         for token in tokens:
             if not 0 <= token < self.target_vocab_size:
@@ -206,7 +204,7 @@ class DraftModel:
     # -- the draft model's cache -----------------------------------------------------------------------------------
 
     def _mark_pages(self, request: Request) -> None:
-        """Record the pages that are complete, and go on after those that another request has completed."""
+        """Record the pages that are complete, and continue after those that another request has completed."""
         size, state = self.pool.page_tokens, _state(request)
         complete = min(request.draft_computed, len(request.ids) - 1) // size
         self.pool.drafted.update(request.pages[state.marked : complete])
@@ -268,7 +266,7 @@ class DraftModel:
         self._probes.append((tokens, _state(request), request.ids[end - samples + 1 : end + 1]))
 
     def _read_probes(self) -> None:
-        """Take note of the last probe's results. It has probably ended: a pass of the target was launched after it."""
+        """Record the last probe's results. It has probably ended: a pass of the target was launched after it."""
         for tokens, state, expected in self._probes:
             for token, right in zip(tokens.tolist(), expected, strict=True):
                 self._observe(state, right=token == right)

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from colonnade.serve.batch_rows import padded_batch_size
 
 LEAST_GAIN = 1.05
-"""Expected speed-up from which on drafts are tried."""
+"""Minimum expected speed-up at which drafts are tried."""
 
 MEMORY = 0.99
 """Weight of the passes before, for each new one."""
@@ -27,10 +27,10 @@ ROW_VARIANCE = 0.05
 """Added to the variance of the row counts, so that a slope that passes of one size cannot show is 0."""
 
 OUTLIER = 3.0
-"""A pass counts as at most so many times the expected time: another process may have stopped this one."""
+"""A pass counts as at most this multiple of the expected time: another process may have interrupted this one."""
 
 LEAST_PASSES = 3
-"""Measured passes from which on the line is used."""
+"""Minimum number of measured passes before the line is used."""
 
 
 class PassTime:
@@ -48,7 +48,7 @@ class PassTime:
         return self.base_s + self.row_s * rows
 
     def update(self, rows: float, seconds: float) -> None:
-        """Record a pass. The first one of each padded size is left out: kernels are compiled, graphs captured."""
+        """Record a pass. The first one of each padded size is skipped: kernels are compiled, graphs captured."""
         size = padded_batch_size(max(1, round(rows)), 1 << 30)
         if size not in self._sizes:
             self._sizes.add(size)

@@ -20,16 +20,17 @@ from colonnade.serve.page_pool import PagePool
 from colonnade.serve.resolve_config import EngineTraits, draft_config
 
 OTHER_TOKENS = 0.01
-"""Share of the target's tokens that may be others in the draft model: added ones, such as those of a chat template."""
+"""Share of the target's tokens that may differ in the draft model: added ones, such as those of a chat template."""
 
 CPU_ROW_SHARE = 0.25
-"""On a CPU a pass takes so much longer for each row, about: SmolLM2-135M 34 ms for 1 row, 84 ms for 8, on one core."""
+"""On a CPU a pass takes about this much longer per row: SmolLM2-135M 34 ms for 1 row, 84 ms for 8, on one core."""
 
 
 def open_draft(serve: ServeConfig, target: ModelConfig, tokenizer: Tokenizer | None) -> OpenedModel:
     """Open the model that ``serve.draft`` names, without its weights; ``tokenizer`` is the target's.
 
-    Raises :class:`ConfigError` if there is none, if it generates no text, or if its vocabulary is not the target's.
+    Raises :class:`ConfigError` if there is none, if it does not generate text, or if its vocabulary differs from the
+    target's.
     """
     assert serve.draft is not None, "the caller has checked it"
     name = f"--serve.draft {serve.draft}"
@@ -45,7 +46,7 @@ def open_draft(serve: ServeConfig, target: ModelConfig, tokenizer: Tokenizer | N
 def _check_vocabulary(name: str, draft: OpenedModel, vocab_size: int, ours: Tokenizer | None) -> None:
     """Raise :class:`ConfigError` unless the ids of both models mean the same tokens. Padded ids do not count."""
     theirs, sizes = Tokenizer.from_model(draft.tokenizer_source), (vocab_size, draft.config.vocab_size)
-    remedy = "give a model with the served model's tokenizer, or leave --serve.draft out"
+    remedy = "use a model with the served model's tokenizer, or remove --serve.draft"
     if ours is None or theirs is None:
         if sizes[0] != sizes[1]:
             raise ConfigError(
@@ -58,9 +59,9 @@ def _check_vocabulary(name: str, draft: OpenedModel, vocab_size: int, ours: Toke
     if len(others) > OTHER_TOKENS * known:
         i, here, there = others[0]
         raise ConfigError(
-            f"{name} has another vocabulary: {len(others):,} of the served model's {known:,} tokens are not the same, "
-            f"such as {i}, which is {here!r} and there {there!r} (vocabularies of {sizes[0]:,} and {sizes[1]:,} "
-            f"tokens); {remedy}"
+            f"{name} has a different vocabulary: {len(others):,} of the served model's {known:,} tokens differ, such "
+            f"as {i}, which is {here!r} and there {there!r} (vocabularies of {sizes[0]:,} and {sizes[1]:,} tokens); "
+            f"{remedy}"
         )
 
 

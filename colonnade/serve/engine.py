@@ -26,7 +26,7 @@ from colonnade.serve.model_runner import HostScore, SampledTokens
 from colonnade.serve.output_processor import Generation, OutputProcessor, failed_output
 from colonnade.serve.prompts import Prompt, check_params_list, check_prompts
 from colonnade.serve.request import Completion, FinishReason, Output, Request, Stats, failure
-from colonnade.serve.sampler import NOT_FINITE
+from colonnade.serve.sample_args import NOT_FINITE
 from colonnade.serve.sampling_params import SamplingParams
 from colonnade.serve.tool_calls import ToolNotation
 from colonnade.serve.work import Work
@@ -52,8 +52,8 @@ class Engine:
         *,
         engines: int = 1,
     ):
-        """``draft`` is the model that ``config.draft`` names; only rank 0 has it. The memory that is free is divided
-        among ``engines``.
+        """``draft`` is the model that ``config.draft`` names; only rank 0 has it. The free memory is divided among
+        ``engines``.
         """
         self.model, self.tokenizer = model, tokenizer
         self.core = EngineCore(model, config, draft, engines=engines)
@@ -72,7 +72,7 @@ class Engine:
         self._undelivered: list[Output] = []
         """Outputs of other requests, which the next :meth:`step` returns."""
         self.look: EngineLook | None = None
-        """Answers the viewer's questions; made at the first one."""
+        """Handles the viewer's queries; created at the first one."""
 
     # -- the loop --------------------------------------------------------------------------------------------------
 
@@ -90,8 +90,8 @@ class Engine:
         """Queue a request and return its id; :meth:`step` returns its outputs.
 
         Requests with a lower ``priority`` start first, and the ``client``s of equal ones in turn. A request with
-        ``resume``, the output ids that another engine has delivered, goes on after them as after a preemption, also if
-        the queue is full; its seed must be that of ``params``. ``adapter`` is one of ``config.adapters``.
+        ``resume``, the output ids that another engine has delivered, continues after them as after a preemption, even
+        if the queue is full; its seed must be that of ``params``. ``adapter`` is one of ``config.adapters``.
 
         Outputs gained while a stream was read, or :meth:`generate` ran, are returned by the next step. Raises
         :class:`RequestError` (empty, over the context, queue full) and :class:`CapacityError` (larger than the cache).
@@ -100,7 +100,7 @@ class Engine:
             prompt, params, request_id=request_id, client=client, priority=priority, resume=resume, adapter=adapter
         )
         if request.id in self._live:
-            raise RequestError(f"request {request.id!r} is running already; choose another id", param="request_id")
+            raise RequestError(f"request {request.id!r} is already running; choose another id", param="request_id")
         now_s = time.monotonic()
         if displaced := self.scheduler.add(request, now_s):
             self._deliver([self._fail(self._live[displaced.id], "displaced", now_s)])
@@ -126,7 +126,7 @@ class Engine:
         """Give the model new weights, which ``write`` copies into its parameters in place; returns their version.
 
         Recorded steps and CUDA graphs keep their addresses. The prefix cache is emptied, because its keys are those of
-        the old weights, and running requests start again. Every later output carries the new version.
+        the old weights, and running requests restart. Every later output carries the new version.
         """
         self.core.refresh(write)
         self.version += 1
@@ -148,7 +148,7 @@ class Engine:
         return live
 
     def expected_wait_s(self, client: str, priority: int, count: int = 1) -> float:
-        """How long the last of ``count`` new requests would wait, about; 0 if a request could start now."""
+        """Approximately how long the last of ``count`` new requests would wait; 0 if a request could start now."""
         return self.core.expected_wait_s(client, priority, count)
 
     @property
@@ -158,7 +158,7 @@ class Engine:
 
     @property
     def limits(self) -> dict[str, Any]:
-        """What the HTTP process must know about the model and the cache."""
+        """The properties of the model and the cache that the HTTP process needs."""
         return {
             # The source and the target of an encoder–decoder have a context each; add() checks both.
             "context": self.model.config.context + (encoder.context if (encoder := self.model.config.encoder) else 0),
@@ -246,7 +246,7 @@ class Engine:
         self, prompt: Prompt, params: SamplingParams | None = None, *, adapter: str | None = None
     ) -> Generator[Output]:
         """Iterate over the outputs of one request; leaving the loop early cancels it. Streams may be interleaved."""
-        key = self.add(prompt, params, adapter=adapter)  # not in the generator, so that a bad request fails at once
+        key = self.add(prompt, params, adapter=adapter)  # not in the generator, so that a bad request fails immediately
         self._queues[key] = deque()
         reader = self._read_outputs(key)
         next(reader)  # start it, so that its request is cancelled even if it is never read

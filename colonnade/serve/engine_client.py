@@ -1,4 +1,4 @@
-"""The HTTP process's connection to an engine: requests out, outputs back to whoever waits for them.
+"""The HTTP process's connection to an engine: requests out, outputs back to the waiting readers.
 
 All completions of an HTTP request share a queue, so that whatever has arrived is delivered together. Closing a reader
 cancels its request; an engine that dies ends all of them with an error. The messages are :mod:`colonnade.serve.ipc`'s.
@@ -26,7 +26,7 @@ Item = TypeVar("Item")
 def timed_out(timeout_s: float) -> RequestError:
     """The error of a request that took longer than ``timeout_s``."""
     return RequestError(
-        f"the request did not finish within its timeout_s of {timeout_s:g} s; allow more, or ask for fewer tokens",
+        f"the request did not finish within its timeout_s of {timeout_s:g} s; raise it, or request fewer tokens",
         param="timeout_s",
         status=504,
         code="timeout",
@@ -34,7 +34,7 @@ def timed_out(timeout_s: float) -> RequestError:
 
 
 def _size(value: Any) -> int:
-    """Characters of text and numbers in ``value``, about."""
+    """Approximate number of characters of text and numbers in ``value``."""
     if isinstance(value, Mapping):
         return sum(map(_size, value.values()))
     if isinstance(value, list):
@@ -43,7 +43,7 @@ def _size(value: Any) -> int:
 
 
 async def _all_waiting(queue: asyncio.Queue[Item]) -> list[Item]:
-    """What is in ``queue``, once there is something."""
+    """The contents of ``queue``, once it is not empty."""
     items = [await queue.get()]
     while not queue.empty():
         items.append(queue.get_nowait())
@@ -55,19 +55,19 @@ class EngineClient:
 
     def __init__(self):
         self.context = self.cache_tokens = 0
-        """Largest number of tokens of one request: what the model supports, and what the cache holds."""
+        """Maximum number of tokens of one request, as limited by the model and by the cache."""
         self.longest_token_bytes = 0
-        """The most bytes of text that one token stands for."""
+        """Maximum number of bytes of text that one token stands for."""
         self.tools: ToolNotation | None = None
         """How the model writes tool calls, once it is loaded."""
         self.pid = 0
         """Of the engine process (rank 0)."""
         self.capabilities: list[str] = []
-        """What the model is served for: "completions" and, with a chat template, "chat"."""
+        """The endpoints that the model supports: "completions" and, with a chat template, "chat"."""
         self.pooler: PoolerSpec | None = None
-        """What is made of the hidden states; None if the model generates text."""
+        """The pooling of the hidden states; None if the model generates text."""
         self.note = ""
-        """What the operator should know about the model, or nothing."""
+        """A note about the model for the operator, or empty."""
         self.stats = Stats()
         self.draining = False
         """Set once the server is asked to stop: new requests are refused."""
@@ -169,7 +169,7 @@ class EngineClient:
                 self.idle.set()
 
     async def ask(self, do: str, **fields: Any) -> Message:
-        """Send the message ``do`` and return its answer; raises :class:`RequestError` like :meth:`run`."""
+        """Send the message ``do`` and return its reply; raises :class:`RequestError` like :meth:`run`."""
         if self.failure or self.draining or not self.ready.is_set():
             raise self.unavailable()
         key = uuid.uuid4().hex

@@ -39,8 +39,8 @@ class EngineCore:
         *,
         engines: int = 1,
     ):
-        """``draft`` is the model that ``config.draft`` names; only rank 0 has it. The memory that is free is divided
-        among ``engines``.
+        """``draft`` is the model that ``config.draft`` names; only rank 0 has it. The free memory is divided among
+        ``engines``.
         """
         self.model = model
         check_generates(model.config)
@@ -93,7 +93,7 @@ class EngineCore:
     def commit(self, work: Work, sampled: SampledTokens) -> Iterator[tuple[Request, int, int]]:
         """Wait for the tokens of ``work`` and commit them: (request, token, index of the sample), one by one.
 
-        A token that ends a request drops those after it, if the caller finishes the request at once.
+        A token that ends a request drops those after it, if the caller finishes the request immediately.
         """
         tokens = sampled.tolist()
         if self.draft_model is not None:
@@ -101,7 +101,7 @@ class EngineCore:
         return self.scheduler.commit(work, tokens)
 
     def drop_finished(self) -> None:
-        """Forget the pass in flight if no request is left: only finished ones are in it."""
+        """Drop the pass in flight if no request is left: it contains only finished ones."""
         if not self.scheduler.busy:
             self._in_flight = None
 
@@ -121,14 +121,14 @@ class EngineCore:
         self.cache.release()
 
     def expected_wait_s(self, client: str, priority: int, count: int = 1) -> float:
-        """How long the last of ``count`` new requests would wait, about; 0 if a request could start now."""
+        """Approximately how long the last of ``count`` new requests would wait; 0 if a request could start now."""
         if not self.scheduler.waiting and len(self.scheduler.running) + count <= self.config.max_requests:
             return 0.0
         admissions = self.scheduler.waiting.count_before(client, priority, count) + 1
         return self._wait_estimate.expected_s(time.monotonic(), admissions)
 
     def count(self, stats: Stats) -> None:
-        """Bring the counters of ``stats`` that are the scheduler's, the pool's and the graphs' up to date."""
+        """Update the counters of ``stats`` that belong to the scheduler, the pool and the graphs."""
         scheduler = self.scheduler
         stats.running, stats.waiting = len(scheduler.running), len(scheduler.waiting)
         stats.pages_used, stats.preemptions = scheduler.pool.used, scheduler.preemptions

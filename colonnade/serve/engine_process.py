@@ -63,7 +63,7 @@ async def engine_process(
 ) -> AsyncIterator[EngineClient]:
     """Start an engine and wait until its model is loaded; stop it at the end.
 
-    Setting ``give_up`` ends the wait; setting ``kill`` kills the engine at the end in place of stopping it. ``client``
+    Setting ``give_up`` ends the wait; setting ``kill`` kills the engine at the end instead of stopping it. ``client``
     is the connection to use, if the caller has made one; ``placement`` limits its cores or GPUs; it allocates its cache
     when it is its ``turn``. Raises what the start raised: a :class:`CheckpointError`, a :class:`CapacityError`, …
     """
@@ -138,7 +138,7 @@ async def _watch(client: EngineClient, process: BaseProcess, report: Connection)
 def _kill(process: BaseProcess) -> None:
     """Kill whatever is left of the engine's session; the supervisor must not have been joined yet."""
     assert process.pid is not None
-    with suppress(ProcessLookupError, PermissionError):  # it has exited, or is not yet a session of its own
+    with suppress(ProcessLookupError, PermissionError):  # it has exited, or has not yet started its own session
         os.killpg(process.pid, signal.SIGKILL)
     process.kill()
 
@@ -202,6 +202,6 @@ def _exit_error(report: Connection, code: int | None) -> ColonnadeError:
             return failure
     if code is not None and code < 0:
         name = signal.Signals(-code).name
-        hint = " (out of memory is the usual reason)" if name == "SIGKILL" else ""
-        return WorkerError(f"the engine process was killed by {name}{hint}; start the server again")
-    return WorkerError(f"the engine process ended with exit code {code}; start the server again")
+        hint = " (usually because it ran out of memory)" if name == "SIGKILL" else ""
+        return WorkerError(f"the engine process was killed by {name}{hint}; restart the server")
+    return WorkerError(f"the engine process ended with exit code {code}; restart the server")

@@ -12,8 +12,8 @@ of one client are first come, first served. We differ from the paper in three po
 becomes the first of its client, not on arrival, so that cancelled requests cost nothing. Tokens that a request did not
 generate are refunded when it ends. And a request that has been the first of its client for :data:`RISE_S` rises one
 class, again and again, so that no request starves behind better classes or new clients; it stays ahead of the requests
-whose own class that is. Time spent behind other requests of the same client does not count; otherwise a client with a
-long backlog would overtake all others after :data:`RISE_S`.
+that were submitted in that class. Time spent behind other requests of the same client does not count; otherwise a
+client with a long backlog would overtake all others after :data:`RISE_S`.
 
 A full queue is shared equally: a client that has fewer requests in it than its share may still add one, and the client
 that has most loses its newest (longest queue drop; Suter et al. 1998, "Design considerations for supporting TCP with
@@ -38,11 +38,11 @@ UPDATE_S = 1.0
 """Interval at which waiting times are compared with :data:`RISE_S` [s]."""
 
 FORGET_S = 60.0
-"""A client without waiting requests starts anew after this time [s]."""
+"""A client without waiting requests starts from zero after this time [s]."""
 
 
 def cost_tokens(request: Request) -> int:
-    """What a client is charged for ``request`` when it is admitted [tokens]."""
+    """The cost charged to a client for ``request`` when it is admitted [tokens]."""
     return len(request.prompt) + request.limit_tokens
 
 
@@ -108,7 +108,7 @@ class FairQueue:
         return None if line is None else next(iter(line.requests))
 
     def advance(self, now_s: float) -> None:
-        """Let requests rise that have waited long enough at ``now_s``, on any clock that never goes back."""
+        """Raise the priority of requests that have waited long enough at ``now_s``, on any monotonic clock."""
         self._now_s = now_s
         if now_s - self._updated_s < UPDATE_S:
             return
@@ -167,7 +167,7 @@ class FairQueue:
             self._take(request, self._classes[request.priority].lines[request.client])
 
     def refund(self, request: Request) -> None:
-        """Give the client of an admitted request, which has ended, the tokens back that were not generated."""
+        """Refund the client of an admitted request that has ended for the tokens that were not generated."""
         if request.begun_elsewhere:  # another engine has charged its client
             return
         group = self._classes.get(request.priority)
@@ -194,12 +194,12 @@ class FairQueue:
         return before
 
     def has_room(self, client: str, count: int, most: int) -> bool:
-        """Whether ``count`` new requests of ``client`` may wait where ``most`` may: in free places, or in its share."""
+        """Whether ``count`` new requests of ``client`` may wait where ``most`` may: in free slots, or in its share."""
         clients = len(self._counts) + (client not in self._counts)
         return len(self) + count <= most or self._counts[client] + count <= most // clients
 
     def displaced_by(self, client: str) -> Request | None:
-        """The request that makes way for one of ``client`` in a full queue: the newest of the client that has most.
+        """The request displaced by one of ``client`` in a full queue: the newest of the client with the most requests.
 
         None if no client has at least two more than ``client``.
         """

@@ -35,7 +35,7 @@ if TYPE_CHECKING:  # needs the extra trace
     from colonnade.serve.api.tracing import Tracer
 
 READY_S = 30.0
-"""A front that is started again listens once its engines are ready, or after this time [s]."""
+"""A restarted front listens once its engines are ready, or after this time [s]."""
 
 EXIT_S = 3.0
 """Time to close the connections at the end [s]."""
@@ -59,7 +59,7 @@ class FrontOptions(NamedTuple):
 
     @property
     def control(self) -> str:
-        """The server process' socket."""
+        """The server process's socket."""
         return f"{self.folder}/control"
 
     @property
@@ -73,7 +73,7 @@ class FrontOptions(NamedTuple):
 
 
 def run_front(options: FrontOptions) -> None:
-    """Run one front until the server process tells it to exit, or exits."""
+    """Run one front until the server process asks it to exit, or exits."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the server process decides, also if all processes get the signal
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     ignore_interrupts()
@@ -82,7 +82,7 @@ def run_front(options: FrontOptions) -> None:
 
 
 class FrontModels(ServedModels):
-    """The models in a front; what concerns all fronts is done by the server process."""
+    """The models in a front; operations on all fronts are done by the server process."""
 
     def __init__(
         self, engines: Mapping[str, EngineClient | Replicas], control: ControlChannel, adapters: Sequence[str]
@@ -172,7 +172,7 @@ class _Front:
                 return {"running": running}
             case "failed":
                 _, engine = self._models.find(message["model"])
-                if isinstance(engine, Replicas):  # otherwise the end of the connection says so
+                if isinstance(engine, Replicas):  # otherwise the end of the connection shows it
                     engine.fail(WorkerError(message["reason"]))
             case "exit":
                 self._exit.set()

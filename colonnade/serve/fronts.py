@@ -41,7 +41,7 @@ EXIT_S = 5.0
 """Time for the fronts to exit before they are killed [s]."""
 
 DRAIN_ANSWER_S = 1.0
-"""Time for a front to say how many requests it has [s]."""
+"""Time for a front to report its number of requests [s]."""
 
 
 class _FrontProcess:
@@ -165,11 +165,11 @@ class Fronts:
             reason = exit_reason(front.process.exitcode)
             if not front.listening.is_set() or (len(deaths) > MAX_DEATHS and deaths[-1] - deaths[0] < DEATHS_S):
                 if self._started:
-                    self._announce(f"front {options.number} {reason}; it is left out")
+                    self._announce(f"front {options.number} {reason}; it was removed")
                 if not self._started or len(self._fronts) == 1:
-                    self._failure = WorkerError(f"the HTTP process {reason}; start the server again")
+                    self._failure = WorkerError(f"the HTTP process {reason}; restart the server")
                 break
-            self._announce(f"front {options.number} {reason}; it is started again")
+            self._announce(f"front {options.number} {reason}; it is being restarted")
             options = options._replace(generation=options.generation + 1)
         del self._fronts[options.number]
         if not self._fronts or self._failure:
@@ -237,7 +237,7 @@ class Fronts:
             return 0
 
     async def _tell_failure(self, model: str) -> None:
-        """Tell the fronts when no engine of ``model`` is left."""
+        """Notify the fronts when no engine of ``model`` is left."""
         _, engine = self._models.find(model)
         await engine.exited.wait()
         if engine.failure:

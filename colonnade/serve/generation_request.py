@@ -15,7 +15,7 @@ from colonnade.serve.sampling_params import SamplingParams
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """What one HTTP request asks for: completions of prompts, or the answer to the messages of a chat."""
+    """The work of one HTTP request: completions of prompts, or the reply to the messages of a chat."""
 
     prompts: Sequence[str | Sequence[int]] = ()
     messages: Sequence[Mapping[str, Any]] | None = None
@@ -23,11 +23,11 @@ class GenerationRequest:
     n: int = 1
     """Choices for each prompt."""
     special: bool = True
-    """Whether the tokens that begin and end every text are added to ``prompts`` that are text."""
+    """Whether the tokenizer's begin and end tokens are added to ``prompts`` that are text."""
     template: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of :meth:`Tokenizer.encode_chat`: ``tools``, ``continue_last``, and variables of the template."""
     client: str = ""
-    """Whose request it is: the name of an API key, or an address. Clients take turns in the queue."""
+    """The client: the name of an API key, or an address. Clients take turns in the queue."""
     priority: int = 0
     """Its class in the queue; lower ones first."""
     adapter: str = ""
@@ -35,7 +35,7 @@ class GenerationRequest:
     timeout_s: float | None = None
     """It is refused if it would wait longer, and ended with an error if it takes longer; None: no limit [s]."""
     resume: Sequence[Sequence[int] | None] = ()
-    """If it goes on after another engine has failed: the output ids of each completion so far; None: it has ended."""
+    """If it continues after another engine has failed: the output ids of each completion so far; None: it has ended."""
 
     @property
     def num_completions(self) -> int:
@@ -44,7 +44,7 @@ class GenerationRequest:
 
     @property
     def size(self) -> int:
-        """Characters of text and token ids, about."""
+        """Approximate number of characters of text and token ids."""
         if self.messages is None:
             return sum(map(len, self.prompts))
         return sum(len(message["content"]) for message in self.messages)

@@ -30,11 +30,11 @@ COMPILE_STACK_BYTES = 256 << 20
 usual 8 MiB, which would kill the process. The pages that are not used cost no memory."""
 
 _stack_size = threading.Lock()
-"""Held while a thread starts with another stack: the size is one setting for all threads."""
+"""Held while a thread starts with a different stack size: the size is one setting for all threads."""
 
 
 class Matcher:
-    """The state of one answer in its grammar."""
+    """The state of one output in its grammar."""
 
     def __init__(self, matcher: "llguidance.LLMatcher", mask_bytes: int):
         self._matcher, self._mask_bytes = matcher, mask_bytes
@@ -75,7 +75,7 @@ class GrammarCompiler:
 
     @cached_property
     def vocabulary(self) -> "Vocabulary":
-        """What the grammar engine knows of the tokenizer."""
+        """The tokenizer as seen by the grammar engine."""
         it = self._tokenizer
         tokens = [it.token_bytes(i) for i in range(it.vocab_size)]
         encode = lambda text: it.encode_documents([text.decode()])[0]  # noqa: E731
@@ -104,7 +104,7 @@ class GrammarCompiler:
             import llguidance  # noqa: F401
         except ImportError:
             raise RequestError(
-                "structured outputs need the package llguidance, which is not installed here; leave them out, or run: "
+                "structured outputs need the package llguidance, which is not installed; remove them, or run: "
                 "pip install 'colonnade[serve]'",
                 param="structured_outputs",
             ) from None

@@ -30,10 +30,10 @@ from colonnade.serve.grammar import (
 from colonnade.serve.structured_outputs import StructuredOutputs
 
 MAX_CHECK_S = 2.0
-"""Longest compilation [s]."""
+"""Time limit of a compilation [s]."""
 
 MAX_CHECK_BYTES = 2 << 30
-"""Memory that the process may use, of which the vocabulary and a stack need about 0.5 GB of addresses."""
+"""Memory that the process may use; the vocabulary and a stack need about 0.5 GB of its addresses."""
 
 START_S = 60.0
 """Time to start the process and to read the vocabulary [s]."""
@@ -87,13 +87,13 @@ class GrammarChecker:
 
 def _send(process: subprocess.Popen[bytes], message: Any) -> None:
     assert process.stdin
-    with suppress(BrokenPipeError):  # it has died: there will be no answer
+    with suppress(BrokenPipeError):  # it has died: there will be no reply
         process.stdin.write(json.dumps(message).encode() + b"\n")
         process.stdin.flush()
 
 
 def _receive(process: subprocess.Popen[bytes], most_s: float) -> dict[str, Any]:
-    """The answer; raises TimeoutError if there is none in time, and EOFError if the process has died."""
+    """The reply; raises TimeoutError if there is none in time, and EOFError if the process has died."""
     assert process.stdout
     if not select.select([process.stdout], [], [], most_s)[0]:
         raise TimeoutError(f"no answer within {most_s:g} s")
@@ -111,7 +111,7 @@ def main() -> None:
     byte_ids = {token: i for i, token in enumerate(tokens) if len(token) == 1}
 
     def encode(text: bytes) -> list[int]:
-        """Ids of the bytes: which tokens a forced text has does not matter here."""
+        """Ids of the bytes: the exact tokens of forced text do not matter here."""
         return [byte_ids[bytes([byte])] for byte in text if bytes([byte]) in byte_ids]
 
     vocabulary = read_vocabulary(Vocabulary(tokens, first["special"], first["eos"], first["bos"], encode))

@@ -48,7 +48,7 @@ class SourceTables:
             self._tables = tables
 
     def memory(self, kernels: str) -> InPages:
-        """Cross attention to these sources, with a page table of its own."""
+        """Cross attention to these sources, with its own page table."""
         known = ([1] * self.size, self.lengths)
         table = PageTable(
             self._pages, self._cu_queries, self._lengths, self.cache.page_tokens, 1, self.context, known, share=False

@@ -4,8 +4,8 @@
     front <── outputs of its own requests, statistics of all ─────────── engine
 
 The engine connects to a front when the server tells it to. If a front exits, its requests are cancelled; when the
-server's own connection ends, the engine stops. Output that a front does not read at once is buffered here, so that a
-hanging front does not delay the others.
+server's own connection ends, the engine stops. Output that a front does not read immediately is buffered here, so that
+a hanging front does not delay the others.
 """
 
 import queue
@@ -22,10 +22,10 @@ from colonnade.serve.pooling_request import PoolingOutput
 from colonnade.serve.request import Output
 
 MAX_UNSENT_BYTES = 64 << 20
-"""A connection with more that its process has not read is closed."""
+"""A connection with more unread output is closed [bytes]."""
 
 RETRY_S = 0.01
-"""An idle engine tries again to send what waits after this time [s]."""
+"""Interval at which an idle engine retries to send pending output [s]."""
 
 
 class HttpConnection:
@@ -49,7 +49,7 @@ class HttpConnection:
         self.flush()
 
     def flush(self) -> None:
-        """Send what waits; drops it if the process has exited or does not read."""
+        """Send pending output; drops it if the process has exited or does not read."""
         try:
             while self._unsent:
                 del self._unsent[: self.socket.send(self._unsent, socket.MSG_DONTWAIT)]
@@ -72,7 +72,7 @@ class HttpConnections:
         """By id of a request that has not ended."""
 
     def add(self, connection: socket.socket, *, is_server: bool = False) -> None:
-        """Read the messages of ``connection`` in a thread, and tell it that the engine is ready."""
+        """Read the messages of ``connection`` in a thread, and notify it that the engine is ready."""
         it = HttpConnection(connection, is_server=is_server)
         self._open.append(it)
         it.send(self._ready)
@@ -111,7 +111,7 @@ class HttpConnections:
                 owner.ids.discard(key)
 
     def reply(self, message: Message) -> None:
-        """Send a refusal or an answer to whom it is for; the request has ended."""
+        """Send a refusal or a reply to its recipient; the request has ended."""
         if owner := self._owners.get(message["ids"][0]):
             owner.send(encode_message(message))
         self.forget(message["ids"])
@@ -134,7 +134,7 @@ class HttpConnections:
         self.flush()
 
     def flush(self) -> None:
-        """Send what waits, as far as it is taken."""
+        """Send as much pending output as is accepted."""
         for connection in self._open:
             if connection.has_unsent:
                 connection.flush()

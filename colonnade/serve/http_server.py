@@ -46,7 +46,7 @@ BACKLOG = 2048
 
 
 class Around(NamedTuple):
-    """What surrounds the routes."""
+    """The middleware around the routes."""
 
     keys: KeyRing
     tracer: "Tracer | None"
@@ -55,7 +55,7 @@ class Around(NamedTuple):
 
 
 class HttpServer:
-    """Answers requests for ``models``; with ``metrics_folder`` its metrics are those of all processes that use it."""
+    """Serves requests for ``models``; with ``metrics_folder`` its metrics are those of all processes that use it."""
 
     def __init__(self, models: ServedModels, config: ServeConfig, around: Around, metrics_folder: str | None = None):
         self._models, self._shadow = models, around.shadow
@@ -84,14 +84,14 @@ class HttpServer:
 
     @contextlib.asynccontextmanager
     async def running(self, listener: socket.socket) -> AsyncIterator[None]:
-        """Answer requests until the end of the block, or until :meth:`abort`; raises what failed."""
+        """Serve requests until the end of the block, or until :meth:`abort`; raises what failed."""
         async with self._server.running(listener):
             yield
         if self._shadow:
             await self._shadow.close()
 
     def connect(self, model: str, replica: int, engine: EngineClient) -> None:
-        """An engine is up; the application knows."""
+        """An engine is up, and the application has been notified."""
 
     def keys_changed(self) -> None:
         """The key file has been read again; the application has the same keys."""
@@ -114,7 +114,7 @@ class HttpServer:
         self._server.should_exit = True
 
     async def kill(self) -> None:
-        """Close all connections at once, after :meth:`abort`."""
+        """Close all connections immediately, after :meth:`abort`."""
         self._server.force_exit = True
         await wait_first(self.closed.wait(), timeout_s=FORCED_CLOSE_S)
 
@@ -129,7 +129,7 @@ class BackgroundServer(uvicorn.Server):
 
     @contextlib.asynccontextmanager
     async def running(self, listener: socket.socket) -> AsyncIterator[None]:
-        """Answer requests until the end of the block, or until ``should_exit`` is set; raises what failed."""
+        """Serve requests until the end of the block, or until ``should_exit`` is set; raises what failed."""
         serving = asyncio.create_task(self.serve(sockets=[listener]))
         serving.add_done_callback(lambda _: self.closed.set())
         try:
@@ -211,7 +211,7 @@ def _port_error(config: ServeConfig, error: OSError) -> ConfigError:
     reason = (error.strerror or str(error)).lower()
     remedy = "choose another --serve.port, or 0 for any free one"
     if error.errno == errno.EADDRNOTAVAIL:
-        remedy = "this machine has no such address; choose another --serve.host"
+        remedy = "this machine does not have this address; choose another --serve.host"
     return ConfigError(f"cannot listen on {config.host}:{config.port}: {reason}; {remedy}")
 
 

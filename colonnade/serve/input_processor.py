@@ -62,7 +62,7 @@ class InputProcessor:
         """
         params, source, encoder = check_params(params), (), self.model.encoder
         ids = encode_text(prompt, self.tokenizer, encoder) if isinstance(prompt, str) else prompt
-        allowed = "one text, or list of token ids (generate takes several)"
+        allowed = "a single string or list of token ids (generate takes several)"
         ids = token_ids(ids, self.model.vocab_size, "the prompt", allowed)
         if encoder is not None:
             source, ids = encoder_input(ids, params, encoder, self.tokenizer)
@@ -89,7 +89,7 @@ class InputProcessor:
         )
 
     def _beam_search(self, params: SamplingParams, delivered: tuple[int, ...]) -> BeamSearch:
-        """The beam search of a request of which another engine has delivered the tokens ``delivered``."""
+        """The beam search of a request after another engine has delivered the tokens ``delivered``."""
         ends = {*params.stop_token_ids, *(() if params.ignore_eos else self.tokenizer.eos_ids)}
         if (needed := candidates(params.beams, len(ends))) > (size := self.model.vocab_size):
             raise RequestError(

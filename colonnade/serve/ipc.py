@@ -1,4 +1,4 @@
-"""Messages between the HTTP process and the engine process: one JSON object a line, over a Unix socket.
+"""Messages between the HTTP process and the engine process: one JSON object per line, over a Unix socket.
 
     HTTP -> engine    {"do": "start"}                       after "loaded": the engine allocates its cache
                       {"do": "submit", "ids", "prompts", "messages", "params", "n", "special", "template", "client",
@@ -14,7 +14,7 @@
                       {"event": "outputs", "outputs": [[…], …], "stats": {…}}   {"event": "refused", "ids", "error"}
                       {"event": "answer", "ids", …}           to messages that generate nothing
 
-An output is the list of its fields' values. Stats are left out while a running request only adds tokens.
+An output is the list of its fields' values. Stats are omitted while a running request only adds tokens.
 
 All prompts of one HTTP request are submitted together, and queued together or not at all. The socket is in a directory
 that only its user may enter, and nothing is unpickled. A dead engine shows as the end of the stream.
@@ -40,7 +40,7 @@ LARGE_BYTES = 256 << 10
 
 
 async def to_thread_if_large(num_bytes: int, work: Callable[..., Result], *args: Any) -> Result:
-    """``work(*args)``, in a thread if ``num_bytes`` is above :data:`LARGE_BYTES`, so that the event loop goes on."""
+    """``work(*args)``, in a thread if ``num_bytes`` is above :data:`LARGE_BYTES`, so that the event loop continues."""
     return work(*args) if num_bytes <= LARGE_BYTES else await asyncio.to_thread(work, *args)
 
 

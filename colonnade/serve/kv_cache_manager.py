@@ -1,7 +1,7 @@
 """Gives requests their pages of the KV cache: on admission, for each further token, and for the beams of a search.
 
 A request starts after the pages of its prefix that are still cached, whichever request computed them. The source of an
-encoder–decoder has pages of its own, for cross attention, which running requests with the same source share.
+encoder–decoder has its own pages, for cross attention, which running requests with the same source share.
 
 The pages of a request change only here and by preemption, which the scheduler decides. The pool counts references
 (:mod:`colonnade.serve.page_pool`). Pure Python: no tensors.

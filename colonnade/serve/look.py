@@ -1,6 +1,6 @@
 """The viewer inside an engine's process: recordings with the served weights, and the pages of the cache.
 
-Viewer requests arrive like other messages and are answered between two steps, so that a recording never sees an
+Viewer requests arrive like other messages and are handled between two steps, so that a recording never sees an
 unfinished step and the page tables are a consistent snapshot.
 """
 
@@ -19,7 +19,7 @@ MAX_ANSWER_BYTES = 1 << 24
 
 
 class EngineLook:
-    """Answers the viewer's questions about one engine."""
+    """Handles the viewer's queries about one engine."""
 
     def __init__(self, engine: Engine, name: str):
         """``name`` is that of the served model."""
@@ -35,12 +35,12 @@ class EngineLook:
         axes = self._engine.model.axes
         if axes.tp.size * axes.cp.size > 1:
             raise RequestError(
-                "a server of several ranks shows its cache only; record with colonnade look MODEL --plan.tp"
+                "a server with several ranks shows only its cache; record with colonnade look MODEL --plan.tp"
             )
         return record(self._engine.model, tokens, pieces, Plan())
 
     def reply(self, message: dict[str, Any]) -> dict[str, Any]:
-        """The answer to a message of :func:`question`."""
+        """The response to a message of :func:`question`."""
         answer = self._app.answer(message["method"], message["path"], message["query"], b64decode(message["body"]))
         if len(answer.body) > MAX_ANSWER_BYTES:
             answer = error_answer(
@@ -56,7 +56,7 @@ def question(model: str, method: str, path: str, query: str, body: bytes) -> dic
 
 
 def answer_of(reply: dict[str, Any]) -> Answer:
-    """The answer in an engine's reply."""
+    """The response in an engine's reply."""
     status, content_type, body = reply["answer"]
     return Answer(status, content_type, b64decode(body))
 
@@ -68,9 +68,9 @@ def cache_board(engine: Engine) -> dict[str, Any]:
     requests = [{"id": i, "tokens": each.computed, "pages": list(each.pages)} for i, each in enumerate(running)]
     split = f" Page p is on context rank p mod {axes.cp.size}." if axes.cp.size > 1 else ""
     return {
-        "title": "Pages of the cache", "note": f"{plural(len(running), 'request')} ran at this moment.",
+        "title": "Pages of the cache", "note": f"{plural(len(running), 'request')} running at this moment.",
         "pages": pool.pages, "used": pool.used, "page_tokens": pool.page_tokens, "cached": pool.cached_pages(),
         "requests": requests,
-        "merge": "A decode step reads the pages of a request in chunks, each with a softmax of its own, and merges the "
+        "merge": "A decode step reads the pages of a request in chunks, each with its own softmax, and merges the "
         f"partial results by their log-sum-exp (Flash-Decoding).{split}",
     }  # fmt: skip

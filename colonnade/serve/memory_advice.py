@@ -36,8 +36,8 @@ def check_memory(spec: EngineSpec, in_use: int = 0, engines: int = 1) -> EngineS
     serve, context = spec.resolved, spec.model.context
     if not spec.page_count:
         raise CapacityError(
-            f"--serve.cache_bytes {serve.cache_bytes} holds no page of {serve.page} tokens, which takes "
-            f"{spec.page_bytes} bytes; give {spec.page_bytes * -(-context // serve.page)} for one whole context of "
+            f"--serve.cache_bytes {serve.cache_bytes} is less than one page of {serve.page} tokens, which takes "
+            f"{spec.page_bytes} bytes; use {spec.page_bytes * -(-context // serve.page)} for one whole context of "
             f"{context} tokens"
         )
     needs = spec.needs()
@@ -48,10 +48,11 @@ def check_memory(spec: EngineSpec, in_use: int = 0, engines: int = 1) -> EngineS
 
 def refusal(spec: EngineSpec, needs: MemoryNeeds, available: int) -> str:
     """A table of what ``spec`` needs, and the remedies."""
-    lines = [f"this engine does not fit into a rank's memory on {spec.device}. It needs", str(needs.use(available))]
+    lines = [f"this engine does not fit into the memory of a rank on {spec.device}. It needs"]
+    lines.append(str(needs.use(available)))
     proposals = remedies(spec, needs, available)
     if proposals:
-        lines.append("what would help, and what it would save:")
+        lines.append("options, and what each would save:")
         for words, saved, note in proposals:
             lines.append(f"  {words:<30}{format_bytes(saved):>12}  ({note}, {_shortage(needs, saved, available)})")
         if needs.total - proposals[0][1] > available and (several := combined_remedy(spec, needs, available)):
@@ -74,7 +75,7 @@ def remedies(spec: EngineSpec, needs: MemoryNeeds, available: int, number: int =
 
 
 def combined_remedy(spec: EngineSpec, needs: MemoryNeeds, available: int) -> tuple[list[str], int, int] | None:
-    """(flags of several settings, bytes saved, tokens of the remaining cache): no more than needed, or all that help.
+    """(flags of several settings, bytes saved, tokens of the remaining cache): as few as suffice, or all that help.
 
     None if fewer than two settings help.
     """
@@ -151,7 +152,7 @@ class _Search:
         return self.fits(changes) or self.affordable_pages(changes) >= _useful_pages(self.spec)
 
     def affordable_pages(self, changes: Changes) -> int:
-        """Pages of a rank's cache that fit beside everything else; below 1 where none does."""
+        """Pages of a rank's cache that fit in addition to everything else; below 1 if none do."""
         spec, needs = self.changed(changes), self.needs(changes)
         assert needs is not None, "the model supports the changes"
         return (self.available - (needs.total - needs.cache)) // spec.page_bytes - scratch_pages(

@@ -31,7 +31,7 @@ from colonnade.serve.batch_rows import padded_batch_size
 from colonnade.serve.resolve_config import EngineTraits, draft_config, resolve_config
 
 FLOAT8 = (8, 9)
-"""The lowest compute capability whose kernels can convert float8."""
+"""The lowest compute capability with kernels that can convert float8."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class EngineSpec:
 
     @cached_property
     def draft_spec(self) -> "EngineSpec | None":
-        """The draft model as an engine of its own; None without one."""
+        """The draft model as a separate engine; None without one."""
         if self.draft is None or self.serve.draft_model is None:
             return None
         serve = draft_config(self.resolved, EngineTraits(self.draft, self.dtype, self.device))
@@ -210,7 +210,7 @@ class EngineSpec:
 
 
 def scratch_pages(axes: Axes, serve: ServeConfig) -> int:
-    """1 where a rank's cache has a scratch page at its end, else 0.
+    """1 if a rank's cache has a scratch page at its end, otherwise 0.
 
     It takes padded writes, and writes to pages of other ranks.
     """

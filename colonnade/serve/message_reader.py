@@ -30,7 +30,7 @@ Put = Callable[[Message | BaseException], object]
 """Puts a message, or a bug of this thread, into the engine's inbox."""
 
 LARGE_TEXT = 1 << 15
-"""Requests with more text than this are tokenised in a thread of their own [characters]."""
+"""Requests with more text than this are tokenised in a separate thread [characters]."""
 
 
 def refusal(message: Message, error: ColonnadeError) -> Message:
@@ -64,7 +64,7 @@ def read_messages(connection: socket.socket, engine: Engine | PoolingEngine, put
                 elif message["do"] != "cancel" or not large.cancel(message["ids"]):
                     put(prepare(message, engine))
         put({"do": "disconnected"})
-    except BaseException as bug:  # noqa: BLE001 - raised again by the main thread, which would otherwise wait for ever
+    except BaseException as bug:  # noqa: BLE001 - raised again by the main thread, which would otherwise wait forever
         put(bug)
 
 
@@ -133,7 +133,7 @@ def _text_size(message: Message) -> int:
 def prepare(message: Message, engine: Engine | PoolingEngine, wanted: Callable[[], bool] = lambda: True) -> Message:
     """Add the prompts' ``tokens`` to a submission, or a ``refusal``; stops early once ``wanted`` is False.
 
-    Compiles its grammar, which the engine keeps. A request to tokenise or decode becomes its answer.
+    Compiles its grammar, which the engine keeps. A request to tokenise or decode becomes its reply.
     """
     if message["do"] in MESSAGES:
         return {"do": "answer", "event": answer_message(message, engine.tokenizer)}
@@ -145,7 +145,7 @@ def prepare(message: Message, engine: Engine | PoolingEngine, wanted: Callable[[
         return {**message, "tokens": _prompt_ids(message, engine, wanted)}
     except ColonnadeError as error:
         return {**message, "refusal": refusal(message, error)}
-    except Exception as bug:  # of one request: the others go on
+    except Exception as bug:  # of one request: the others continue
         LOG.exception("a request could not be prepared")
         error = RequestError(f"internal error ({type(bug).__name__})", status=500, code="server_error")
         return {**message, "refusal": refusal(message, error)}

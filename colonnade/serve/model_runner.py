@@ -33,19 +33,19 @@ def check_model(model: Transformer, config: ServeConfig) -> None:
     loaded = quantised_kind(model) or "stored"
     if config.weights not in ("stored", "file", loaded) and (config.weights, loaded) != ("dense", "stored"):
         raise ConfigError(
-            f"serve.weights is {config.weights}, and this model's weights are {loaded}: they are quantised while a "
-            f'model is loaded; load it with weights="{config.weights}"'
+            f"serve.weights is {config.weights}, but this model's weights are {loaded}; they are quantised during "
+            f'loading: load it with weights="{config.weights}"'
         )
     device = next(model.parameters()).device
     if config.cache == "float8" and not supports_float8(device):
         has = torch.cuda.get_device_capability(device)
         raise ConfigError(
             f"a cache in float8 needs compute capability {FLOAT8[0]}.{FLOAT8[1]}, and this "
-            f"{torch.cuda.get_device_name(device)} has {has[0]}.{has[1]}; leave --serve.cache out"
+            f"{torch.cuda.get_device_name(device)} has {has[0]}.{has[1]}; remove --serve.cache"
         )
     if model.config.encoder is not None:
         if config.batch_invariant:
-            raise ConfigError("serve.batch_invariant does not cover an encoder's attention; leave it out")
+            raise ConfigError("serve.batch_invariant does not cover an encoder's attention; remove it")
         if model.config.encoder.reads == "audio":
             raise ConfigError(
                 "this model reads audio; serve it alone, or transcribe files with: colonnade speech transcribe FILE"
@@ -53,9 +53,7 @@ def check_model(model: Transformer, config: ServeConfig) -> None:
     if config.batch_invariant:
         check_ranks(tp=model.axes.tp.size, cp=model.axes.cp.size)
     if config.batch_invariant and config.graph_capture and device.type == "cpu":
-        raise ConfigError(
-            "steps of serve.batch_invariant are not recorded on a CPU; leave it or serve.graph_capture out"
-        )
+        raise ConfigError("serve.batch_invariant cannot be recorded on a CPU; remove it or serve.graph_capture")
 
 
 def build_caches(
@@ -175,7 +173,7 @@ class ModelRunner:
 def build_runner(
     model: Transformer, cache: KVCache, config: ServeConfig, cache_tokens: int, adapters: AdapterChoice | None = None
 ) -> ModelRunner:
-    """The runner for the resolved ``config``, with CUDA graphs if it wants them; all ranks cache ``cache_tokens``."""
+    """The runner for the resolved ``config``, with CUDA graphs if configured; all ranks cache ``cache_tokens``."""
     invariant, graphs = make_batch_invariant(model) if config.batch_invariant else None, None
     if config.graph_capture:
         share = config.cascade_attention and not invariant

@@ -2,8 +2,8 @@
 
     token -> grammar and penalties advance -> detokenizer -> stop strings -> :class:`~colonnade.serve.request.Output`
 
-The first output also has what was asked of the prompt: its text (``echo``), its ids and its log-probabilities. Nothing
-here ends a request: the engine does, when an output has a finish reason.
+The first output also has what was requested for the prompt: its text (``echo``), its ids and its log-probabilities.
+Nothing here ends a request: the engine does, when an output has a finish reason.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from colonnade.data.tokenizer import Tokenizer
 from colonnade.serve.model_runner import HostScore
 from colonnade.serve.request import Alternative, FinishReason, Output, Request, Timing, TokenLogprob
-from colonnade.serve.sampler import NOT_FINITE
+from colonnade.serve.sample_args import NOT_FINITE
 from colonnade.serve.text_stream import TextStream
 
 

@@ -17,18 +17,18 @@ from colonnade.checkpoint.digest import Digest, digest_of
 from colonnade.checkpoint.package_format import DECODE, PREFILL, TOKENIZER, WEIGHTS, load_program, open_package
 from colonnade.data.tokenizer import Tokenizer
 from colonnade.errors import CheckpointError, RequestError
+from colonnade.kernels.sampling import greedy
 from colonnade.parallel.axis import SOLO
 from colonnade.serve.logits_processor import LogitsProcessor
 from colonnade.serve.prompts import check_vocabulary, context_error, token_ids
-from colonnade.serve.sample_args import SampleArgs
-from colonnade.serve.sampler import NOT_FINITE, sample_and_score
+from colonnade.serve.sample_args import NOT_FINITE, SampleArgs
 from colonnade.serve.sampling_params import SamplingParams
 from colonnade.serve.text_stream import TextStream
 
 SLOT_STEP = 128
 """A pass attends to the written slots of the cache, rounded up to a multiple of this."""
 STEPWISE_TOKENS = 8
-"""A prompt of up to so many new tokens runs in decode steps."""
+"""A prompt of up to this many new tokens runs in decode steps."""
 SUPPORTED = {
     "temperature", "top_k", "top_p", "min_p", "seed", "stop", "stop_token_ids", "max_tokens", "ignore_eos",
     "skip_special_tokens", "min_tokens", "repetition_penalty", "frequency_penalty", "presence_penalty", "logit_bias",
@@ -56,11 +56,11 @@ class Package:
         shape = (info.context + info.prefill, *info.cache_row)
         self._cache = [torch.zeros(shape, dtype=getattr(torch, info.dtype)) for _ in range(info.model.layers)]
         self._tokens: list[int] = []
-        """Those whose keys and values the cache has."""
+        """Those with keys and values in the cache."""
 
     @torch.no_grad()
     def logits(self, ids: Sequence[int]) -> Tensor:
-        """logits_V after ``ids``; what the cache has of their beginning is not computed again."""
+        """logits_V after ``ids``; the beginning that is already in the cache is not recomputed."""
         same = next((i for i, (a, b) in enumerate(zip(ids, self._tokens, strict=False)) if a != b), None)
         if same is None:
             same = min(len(ids) - 1, len(self._tokens))
@@ -73,18 +73,18 @@ class Package:
                 return logits_V
 
     def stream(self, prompt: str | Sequence[int], params: SamplingParams) -> Generator[tuple[str, int]]:
-        """(text, token) of each token that continues ``prompt``, as an engine gives them.
+        """(text, token) of each token that continues ``prompt``, as an engine returns them.
 
-        A bad request is refused at once: :class:`RequestError`.
+        A bad request is refused immediately: :class:`RequestError`.
         """
         info, tokenizer = self.info, self.tokenizer
         for field in fields(params):
             if field.name not in SUPPORTED and getattr(params, field.name) != getattr(SamplingParams(), field.name):
-                raise RequestError(f"a package does not know {field.name}; leave it out, or load the model itself")
+                raise RequestError(f"a package does not support {field.name}; remove it, or load the model itself")
             if tokenizer is None and field.name in NEED_TOKENIZER and getattr(params, field.name):
-                raise RequestError(f"{field.name} needs a tokenizer, and {self.folder} has none; leave it out")
+                raise RequestError(f"{field.name} needs a tokenizer, and {self.folder} has none; remove it")
         if isinstance(prompt, str) and tokenizer is None:
-            raise CheckpointError(f"{self.folder} has no tokenizer; give token ids")
+            raise CheckpointError(f"{self.folder} has no tokenizer; pass token ids")
         encoded = tokenizer.encode(prompt) if isinstance(prompt, str) and tokenizer is not None else prompt
         ids = list(token_ids(encoded, info.model.vocab_size, "the prompt"))
         check_vocabulary(params.stop_token_ids, info.model.vocab_size, "stop_token_ids")
@@ -102,8 +102,7 @@ class Package:
             text = TextStream(self.tokenizer.detokenizer(params.skip_special_tokens), params.stop)
         for index in range(limit):
             args = SampleArgs.of(params, seed, index, processor.changes(ids, index) if processor else None)
-            sampled = sample_and_score(self.logits(ids)[None], [args], SOLO, self.info.model.vocab_size)
-            token = int(sampled.tokens_R)
+            token = self._sample(self.logits(ids)[None], args)
             if token == NOT_FINITE:
                 raise RequestError("the model's logits are not finite; export it again in float32")
             if processor is not None:
@@ -117,6 +116,13 @@ class Package:
             if done:
                 return
             ids.append(token)
+
+    def _sample(self, logits_1V: Tensor, args: SampleArgs) -> int:
+        if args.greedy and args.changes is None:
+            return int(greedy(logits_1V, NOT_FINITE))
+        from colonnade.serve.sampler import sample_and_score  # its imports take 0.1 s of CPU time
+
+        return int(sample_and_score(logits_1V, [args], SOLO, self.info.model.vocab_size).tokens_R)
 
     def _run(self, tokens: Sequence[int]) -> Tensor:
         start, count = len(self._tokens), len(tokens)

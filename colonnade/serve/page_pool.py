@@ -13,9 +13,9 @@ The contents of a full page depend only on the tokens up to its end, so their ha
 A free page keeps its hash, and can be shared again, until it is allocated. Pages without a hash are allocated first,
 then those that were released first.
 
-Under context parallelism page p is page p // ranks of the cache of rank p mod ranks. The pages of a request go round
-the ranks, so that each rank holds, and reads, an equal part of every long request. If a rank has no free page, one of
-another rank is used: this affects the balance only, not the result.
+Under context parallelism page p is page p // ranks of the cache of rank p mod ranks. The pages of a request are
+assigned to the ranks in turn, so that each rank holds, and reads, an equal part of every long request. If a rank has no
+free page, one of another rank is used: this affects the balance only, not the result.
 
 :meth:`PagePool.audit` checks the reference counts; the tests call it after every operation. Nothing here is a tensor.
 """
@@ -37,7 +37,8 @@ def fewer_tokens(prompt_tokens: int, limit: int) -> str:
 def extend_page_hashes(hashes: list[bytes], ids: Sequence[int], page_tokens: int, first: bytes = b"") -> None:
     """Append to ``hashes`` those of the further full pages of ``ids``.
 
-    ``first``: the hash of what the keys depend on beside the tokens, such as an adapter or the source of a translation.
+    ``first``: the hash of what the keys depend on besides the tokens, such as an adapter or the source of a
+    translation.
     """
     for start in range(len(hashes) * page_tokens, len(ids) - page_tokens + 1, page_tokens):
         parent, page = hashes[-1] if hashes else first, array("q", ids[start : start + page_tokens])
@@ -80,7 +81,7 @@ class PagePool:
 
     @property
     def max_request_tokens(self) -> int:
-        """The most tokens of one request, prompt and output; the last one is never run, so it has no key."""
+        """Maximum number of tokens of one request, prompt and output; the last one is never run, so it has no key."""
         return self.tokens + 1
 
     def pages_for(self, tokens: int) -> int:
@@ -88,7 +89,7 @@ class PagePool:
         return -(-tokens // self.page_tokens)
 
     def check_fits(self, prompt_tokens: int, new_tokens: int, source_tokens: int = 0, beams: int = 1) -> None:
-        """Raise :class:`CapacityError` if one request of so many tokens does not fit into an empty pool."""
+        """Raise :class:`CapacityError` if one request of this many tokens does not fit into an empty pool."""
         if source_tokens:
             self._check_source_fits(prompt_tokens + new_tokens, source_tokens, beams)
         total = prompt_tokens + new_tokens
@@ -106,7 +107,7 @@ class PagePool:
         )
 
     def _check_source_fits(self, target_tokens: int, source_tokens: int, beams: int) -> None:
-        """The same for a request with a source, whose keys have pages of their own."""
+        """The same for a request with a source, whose keys have their own pages."""
         needs = beams * self.pages_for(target_tokens - 1) + self.pages_for(source_tokens)
         if needs > self.pages:
             target = "a target" if beams == 1 else f"{beams} beams"
@@ -180,7 +181,7 @@ class PagePool:
         self._page_of.clear()
 
     def audit(self, tables: Iterable[Sequence[int]]) -> None:
-        """Check that ``tables``, all the page tables there are, account for every reference and every free page."""
+        """Check that ``tables``, all existing page tables, account for every reference and every free page."""
         references = Counter(page for table in tables for page in table)
         free = Counter(page for pages in (*self._free, *self._evictable) for page in pages)
         assert {page: page_hash for page_hash, page in self._page_of.items()} == self._hash_of, "a hash has no page"

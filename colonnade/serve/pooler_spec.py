@@ -1,4 +1,4 @@
-"""How hidden states are pooled into a result; this file imports no torch, because the HTTP process uses it."""
+"""How hidden states are pooled into a result; this file does not import torch, because the HTTP process uses it."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -14,7 +14,7 @@ class PoolerSpec:
     width: int
     """Width of an embedding, or number of classes."""
     context: int
-    """Longest text [tokens]."""
+    """Maximum length of a text [tokens]."""
     pooling: Pooling = "mean"
     """For embeddings."""
     normalize: bool = True

@@ -1,6 +1,6 @@
 """The engine for embeddings, classes and scores: texts in, a row of numbers for each out, without a cache.
 
-    work    = schedule()      the texts that wait, packed up to the token budget     pooling_queue.py
+    work    = schedule()      the waiting texts, packed up to the token budget     pooling_queue.py
     rows    = run(work)       one forward pass: model(stream, Packed, head)          pooler.py
     outputs = commit(rows)    base64 of each row
 
@@ -77,7 +77,7 @@ class PoolingEngine:
         """
         if len(self.queue) >= self.config.max_waiting:
             raise RequestError(
-                f"the queue is full: {len(self.queue)} requests wait already, the most that may; try again later",
+                f"the queue is full: {len(self.queue)} requests are already waiting, the maximum; try again later",
                 status=429,
                 code="queue_full",
             )
@@ -88,8 +88,9 @@ class PoolingEngine:
         self._live.update(dict.fromkeys(ids, ids[0]))
 
     def step(self) -> list[PoolingOutput]:
-        """Run one forward pass over as many texts as fit; returns its results, with ``async_scheduling`` the "
-        "last pass's.
+        """Run one forward pass over as many texts as fit; returns its results.
+
+        With ``async_scheduling`` it returns those of the previous pass.
         """
         work = self._schedule()
         ready = (work, self._run(work)) if work.lengths else None
@@ -98,7 +99,7 @@ class PoolingEngine:
         return self._commit(*ready) if ready else []
 
     def cancel(self, key: str) -> bool:
-        """Drop a text, and those of its request that wait; False if it has ended."""
+        """Drop a text, and the waiting ones of its request; False if it has ended."""
         if (request := self._live.pop(key, None)) is None:
             return False
         self.queue.cancel(request)
@@ -164,7 +165,7 @@ class PoolingEngine:
 
     @property
     def limits(self) -> dict[str, Any]:
-        """What the HTTP process must know about the model."""
+        """The properties of the model that the HTTP process needs."""
         longest, context = self.tokenizer.longest_token_bytes, self.spec.context
         return {
             "context": context, "cache_tokens": context, "longest_token_bytes": longest,

@@ -26,7 +26,7 @@ class PoolingQueue:
     def take(self, token_budget: int, most: int) -> list[PoolingItem]:
         """At most ``most`` texts with at most ``token_budget`` tokens, but at least one if any waits.
 
-        The text whose turn it is and that does not fit is the first of the next call, so that none waits for ever.
+        A text that does not fit when it is next in turn is the first of the next call, so that none waits forever.
         """
         taken: list[PoolingItem] = []
         while self._requests and len(taken) < most:

@@ -3,7 +3,7 @@
     PoolingRequest -> message -> texts to tokens, in a thread of the engine -> PoolingItem, one for each text or pair
     PoolingOutput  -> base64 of float32 numbers -> the reply
 
-A vector travels as base64: OpenAI's clients ask for just that, and 384 numbers as JSON would take 20 times as long.
+A vector travels as base64: OpenAI's clients request exactly that, and 384 numbers as JSON would take 20 times as long.
 """
 
 from array import array
@@ -23,17 +23,17 @@ Text = str | list[int] | tuple[str, str]
 """A text, its token ids, or a pair of texts."""
 
 LONG_TEXT_RATIO = 16
-"""Longest text, in multiples of the bytes that a context of the longest tokens spells. Spaces and words that WordPiece
-does not know make a text of few tokens long, but not that long."""
+"""Maximum length of a text, in multiples of the bytes that a context of the longest tokens spells. Spaces and unknown
+WordPiece words make a text of few tokens long, but not that long."""
 
 
 @dataclass(frozen=True)
 class PoolingRequest:
-    """What one HTTP request asks for: a result for each of ``texts``."""
+    """The work of one HTTP request: a result for each of ``texts``."""
 
     texts: Sequence[Text]
     fields: Sequence[tuple[str, int]]
-    """(field of the body, number of texts that it holds), in their order; 0 for a field that is no list."""
+    """(field of the body, number of texts that it holds), in their order; 0 for a field that is not a list."""
     truncate: int | None = None
     """Keep the first tokens of longer texts, this many with the special ones; None: refuse texts over the context."""
     add_special_tokens: bool = True
@@ -65,7 +65,7 @@ class PoolingRequest:
             if size > most:
                 where = name_of(self.fields, index)
                 raise RequestError(
-                    f"{where} has {size} bytes; a model with a context of {context} tokens takes at most {most}; "
+                    f"{where} has {size} bytes; a model with a context of {context} tokens accepts at most {most}; "
                     "shorten it, or set truncate_prompt_tokens to -1 to use its beginning",
                     param=where.partition(".")[0],
                     code="context_length_exceeded",

@@ -36,17 +36,17 @@ def token_ids(tokens: object, vocab_size: int, what: str, allowed: str = "token 
             raise TypeError
         ids = tuple(map(operator.index, values))
     except TypeError:
-        raise RequestError(f"{what} is {short_repr(tokens)}; give {allowed}", param="prompt") from None
+        raise RequestError(f"{what} is {short_repr(tokens)}; pass {allowed}", param="prompt") from None
     if not ids:
-        raise RequestError(f"{what} is empty; give at least one token", param="prompt")
+        raise RequestError(f"{what} is empty; pass at least one token", param="prompt")
     check_vocabulary(ids, vocab_size, "prompt")
     return ids
 
 
 def encode_text(text: str, tokenizer: "Tokenizer", encoder: EncoderConfig | None, *, special: bool = True) -> list[int]:
-    """The ids of a prompt; ``special`` adds the tokens that begin or end every text.
+    """The ids of a prompt; ``special`` adds the tokenizer's begin and end tokens.
 
-    A model of languages gets those from :func:`encoder_input`, since its tokenizer would name a language of its own.
+    A model with languages gets those from :func:`encoder_input`, since its tokenizer would add its own language.
     """
     return tokenizer.encode(text, special and not (encoder is not None and encoder.languages))
 
@@ -56,10 +56,10 @@ def encoder_input(
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """(source, first tokens of the target) of an encoder–decoder for a prompt ``ids``.
 
-    The source gets its end token and, in a model of languages, begins with that of its language. A language that
-    ``ids`` begin with, or end with after an end token (older tokenizers of NLLB), counts if ``source_lang`` is left
-    out. Raises :class:`RequestError` for a source that is empty or over the encoder's context, for a language that is
-    missing or unknown, and for parameters about the tokens of a prompt, which is no part of the output here.
+    The source gets its end token and, in a model with languages, begins with that of its language. A language that
+    ``ids`` begin with, or end with after an end token (older tokenizers of NLLB), counts if ``source_lang`` is omitted.
+    Raises :class:`RequestError` for a source that is empty or over the encoder's context, for a language that is
+    missing or unknown, and for parameters about the tokens of a prompt, which is not part of the output here.
     """
     first, ends = (encoder.start_token,), tokenizer.eos_ids
     language: tuple[int, ...] = ()
@@ -76,13 +76,13 @@ def encoder_input(
     else:
         check_no_languages(params)
     if not ids or (len(ids) == 1 and ids[0] in ends):
-        raise RequestError("the source is empty; give the text that the encoder reads", param="prompt")
+        raise RequestError("the source is empty; pass the text for the encoder", param="prompt")
     if ends and ids[-1] not in ends:
         ids = (*ids, ends[0])
     ids = (*language, *ids)
     if len(ids) > encoder.context:
         raise RequestError(
-            f"the source has {len(ids):,} tokens with its end, and this model's encoder reads {encoder.context:,}; "
+            f"the source has {len(ids):,} tokens with its end, but this model's encoder accepts {encoder.context:,}; "
             "shorten it",
             param="prompt",
             code="context_length_exceeded",
@@ -90,7 +90,7 @@ def encoder_input(
     for name, given in (("echo", params.echo), ("prompt_logprobs", params.prompt_logprobs is not None)):
         if given:
             raise RequestError(
-                f"{name} is for models that continue the prompt, and this one reads it with an encoder; leave it out",
+                f"{name} is for models that continue the prompt, but this one reads it with an encoder; remove it",
                 param=name,
             )
     return ids, first
@@ -114,7 +114,7 @@ def _language(languages: Mapping[str, int], name: str | None, param: str) -> int
     if name not in languages:
         near = difflib.get_close_matches(name, languages, n=1, cutoff=0.5)
         raise RequestError(
-            f"{param} '{name[:80]}' is none of this model's {len(languages)} languages ({examples}); "
+            f"{param} '{name[:80]}' is not one of this model's {len(languages)} languages ({examples}); "
             + (f"did you mean '{near[0]}'?" if near else "name one of them"),
             param=param,
         )
@@ -124,14 +124,14 @@ def _language(languages: Mapping[str, int], name: str | None, param: str) -> int
 def check_no_beams(params: SamplingParams) -> None:
     """Raise :class:`RequestError` for a beam search with a model that has no encoder."""
     if params.beams > 1:
-        raise RequestError("beams are for models with an encoder; leave it out", param="beams")
+        raise RequestError("beams need a model with an encoder; remove it", param="beams")
 
 
 def check_no_languages(params: SamplingParams) -> None:
     """Raise :class:`RequestError` for languages in a request to a model that has none."""
     for name in ("source_lang", "target_lang"):
         if getattr(params, name) is not None:
-            raise RequestError(f"{name} is for models that translate between named languages; leave it out", param=name)
+            raise RequestError(f"{name} is for models that translate between named languages; remove it", param=name)
 
 
 def check_vocabulary(ids: Iterable[int], vocab_size: int, param: str) -> None:
@@ -140,7 +140,7 @@ def check_vocabulary(ids: Iterable[int], vocab_size: int, param: str) -> None:
     if unknown is not None:
         where = "" if param == "prompt" else f" of {param}"
         raise RequestError(
-            f"token {unknown}{where} is not in the vocabulary of {vocab_size}; give ids from 0 to {vocab_size - 1}",
+            f"token {unknown}{where} is not in the vocabulary of {vocab_size}; use ids from 0 to {vocab_size - 1}",
             param=param,
         )
 
@@ -152,7 +152,8 @@ def check_prompts(prompts: object) -> list[Prompt]:
         if not any(isinstance(item, Integral) for item in items):
             return items
     raise RequestError(
-        f"prompts is {short_repr(prompts)}; give a list of prompts, each a text or a list of token ids: generate([…])",
+        f"prompts is {short_repr(prompts)}; pass a list of prompts, each a string or a list of token ids: "
+        "generate([…])",
         param="prompt",
     )
 
@@ -172,12 +173,12 @@ def _is_list_of(value: object, matches: Callable[[object], bool]) -> bool:
 
 
 def check_params(params: object) -> SamplingParams:
-    """``params``, or the default for None; raises :class:`RequestError` for another type."""
+    """``params``, or the default for None; raises :class:`RequestError` for any other type."""
     if params is None:
         return SamplingParams()
     if not isinstance(params, SamplingParams):
         expected = "SamplingParams(**params)" if isinstance(params, dict) else "SamplingParams(…)"
-        raise RequestError(f"params is {short_repr(params)}; give {expected}", param="params")
+        raise RequestError(f"params is {short_repr(params)}; pass {expected}", param="params")
     return params
 
 
@@ -187,15 +188,15 @@ def check_params_list(params: object, count: int) -> list[SamplingParams]:
         [check_params(one) for one in params] if isinstance(params, list | tuple) else [check_params(params)] * count
     )
     if len(items) != count:
-        raise RequestError(f"{count} prompts but {len(items)} sampling params; give one for each, or one for all")
+        raise RequestError(f"{count} prompts but {len(items)} sampling params; pass one per prompt, or one for all")
     return items
 
 
 def context_error(length: int, max_tokens: int | None, context: int, limit: int | None = None) -> RequestError:
     """The error for a prompt of ``length`` tokens that, with ``max_tokens``, exceeds the context.
 
-    ``limit`` is the number of tokens that the cache holds for a request, if that is less. Clients know the error by its
-    first words, which are OpenAI's.
+    ``limit`` is the number of tokens that the cache holds for a request, if that is less. Clients recognise the error
+    by its first words, which are OpenAI's.
     """
     total = f", and max_tokens {max_tokens:,} make them {length + max_tokens:,}" if max_tokens else ""
     accepted = context + (max_tokens == 0)

@@ -1,7 +1,7 @@
 """Places the engines of a server (replicas or different models) on cores or GPUs.
 
-On a CPU all models share the cores, since not all are busy at the same time, and the replicas of each have cores of
-their own (:mod:`colonnade.cores`). Of the GPUs each engine gets as many as its plan has ranks; if they are too few,
+On a CPU all models share the cores, since not all are busy at the same time, and the replicas of each have their own
+cores (:mod:`colonnade.cores`). Of the GPUs each engine gets as many as its plan has ranks; if they are too few,
 different models share them.
 """
 
@@ -25,12 +25,12 @@ class Placement(NamedTuple):
     gpus: tuple[str, ...] = ()
     """Entries of CUDA_VISIBLE_DEVICES."""
     engines: int = 1
-    """Engines among which the memory is divided that is free when this one allocates its cache
+    """Number of engines that divide the memory that is free when this one allocates its cache
     (:mod:`colonnade.serve.start_order`)."""
 
     @property
     def alone(self) -> "Placement":
-        """The same place, with its memory undivided; equal for engines that share cores or GPUs."""
+        """The same placement, with its memory undivided; equal for engines that share cores or GPUs."""
         return self._replace(engines=1)
 
 
@@ -65,12 +65,12 @@ def place_engines(
 
 
 def ranks_warning(plan: Plan) -> str:
-    """What to know about an engine of several ranks on a CPU (decision 0012); empty for one rank."""
+    """A note about an engine of several ranks on a CPU (decision 0012); empty for one rank."""
     if plan.world == 1:
         return ""
     return (
-        f"on a CPU {plan.world} ranks call each kernel of a decode step from Python, which takes longer than one rank "
-        "with all threads: leave --plan.tp out unless the weights need the memory of several NUMA nodes"
+        f"on a CPU {plan.world} ranks launch each kernel of a decode step from Python, which is slower than one rank "
+        "with all threads: remove --plan.tp unless the weights need the memory of several NUMA nodes"
     )
 
 

@@ -1,7 +1,7 @@
 """Starts the engines of :class:`Replicas`, restarts those that die, and stops all at the end.
 
-starting -> up -> died -> starting again, with a cache of the same size and the weights that were swapped in
-└ after MAX_DEATHS deaths in DEATHS_S: left out; without the last one the model fails
+starting -> up -> died -> restarting, with a cache of the same size and the weights that were swapped in
+└ after MAX_DEATHS deaths in DEATHS_S: removed; without the last one the model fails
 """
 
 import asyncio
@@ -24,12 +24,15 @@ MAX_DEATHS = 3
 DEATHS_S = 600.0
 """[s]"""
 
+PAUSE_S = 1.0
+"""Time before an engine whose process could not be started is started again [s]."""
+
 
 class ReplicaProcesses:
     """The processes of ``replicas``, one engine for each of ``placements``, which allocates its cache in its turn.
 
-    ``announce`` gets a line when one dies, and when it is up again; it calls them ``labels``. ``on_up`` is called with
-    the number and the connection of one that is up.
+    ``announce`` gets a line when one dies, and when it is up again; ``labels`` are their names. ``on_up`` is called
+    with the number and the connection of one that is up.
     """
 
     def __init__(
@@ -101,6 +104,9 @@ class ReplicaProcesses:
                 failure = client.failure or error
             except ColonnadeError as error:
                 failure = error
+            except OSError as error:  # no memory for a process, no descriptor, no space for its socket: others go on
+                failure = WorkerError(f"its process cannot be started: {error}")
+                await wait_first(self._stopping.wait(), timeout_s=PAUSE_S)
             if self._stopping.is_set() or failure is None:
                 break
             self._replicas.set_down(replica)
@@ -108,12 +114,12 @@ class ReplicaProcesses:
             if not self._replicas.started or (len(deaths) > MAX_DEATHS and deaths[-1] - deaths[0] < DEATHS_S):
                 self._leave_out(replica, failure)
                 break
-            self._announce(f"{label} died and is started again: {_reason(failure)}")
+            self._announce(f"{label} died and is being restarted: {_reason(failure)}")
 
     def _leave_out(self, replica: int, failure: ColonnadeError) -> None:
-        """Go on without ``replica``, or fail: if it has never been up, or if it was the last one."""
+        """Continue without ``replica``, or fail: if it has never been up, or if it was the last one."""
         self._left.discard(replica)
-        died = f"{self._labels[replica]} died {MAX_DEATHS + 1} times and is left out"
+        died = f"{self._labels[replica]} died {MAX_DEATHS + 1} times and was removed"
         if self._left and self._replicas.started:
             left = f"{len(self._left)} of {len(self._placements)} are left"
             self._announce(f"{died}, {left}: {_reason(failure)}")
@@ -129,4 +135,4 @@ class ReplicaProcesses:
 
 def _reason(failure: ColonnadeError) -> str:
     """Why an engine died, without the remedy for a server of one engine."""
-    return str(failure).removesuffix("; start the server again")
+    return str(failure).removesuffix("; restart the server")

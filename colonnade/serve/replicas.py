@@ -27,7 +27,7 @@ from colonnade.serve.tool_calls import ToolNotation
 
 
 class Replicas:
-    """``count`` engines, numbered from 0; with one, requests survive its death too, if it is started again."""
+    """``count`` engines, numbered from 0; with one, requests also survive its death, if it is restarted."""
 
     def __init__(self, count: int):
         self.draining = False
@@ -42,7 +42,7 @@ class Replicas:
         self.started = False
         """Whether all have been up."""
         self.swapped_path: str | None = None
-        """The checkpoint whose weights have replaced the first ones."""
+        """The checkpoint with the weights that replaced the first ones."""
         self._loaded = set[int]()
         self.ended_stats = Stats()
         """Counters of engines that have died."""
@@ -57,7 +57,7 @@ class Replicas:
 
     @property
     def context(self) -> int:
-        """Largest number of tokens of a request that the model supports."""
+        """Maximum number of tokens of a request that the model supports."""
         return self._model.context
 
     @property
@@ -77,17 +77,17 @@ class Replicas:
 
     @property
     def capabilities(self) -> list[str]:
-        """What the model is served for."""
+        """The endpoints that the model supports."""
         return self._model.capabilities
 
     @property
     def pooler(self) -> PoolerSpec | None:
-        """What is made of the hidden states; None if the model generates text."""
+        """The pooling of the hidden states; None if the model generates text."""
         return self._model.pooler
 
     @property
     def note(self) -> str:
-        """What the operator should know about the model, or nothing."""
+        """A note about the model for the operator, or empty."""
         return self._model.note
 
     # -- the replicas' state --------------------------------------------------------------------------------------
@@ -99,7 +99,7 @@ class Replicas:
 
     @property
     def replicas(self) -> Mapping[int, bool]:
-        """Whether each replica takes requests; empty if there is one engine."""
+        """Whether each replica accepts requests; empty if there is one engine."""
         up = self.up
         return {i: i in up for i in range(len(self.clients))} if len(self.clients) > 1 else {}
 
@@ -121,7 +121,7 @@ class Replicas:
         self._notify()
 
     def set_down(self, replica: int) -> None:
-        """Forget the engine of ``replica``, which has ended; another connection takes its place."""
+        """Drop the engine of ``replica``, which has ended; another connection replaces it."""
         self.ended_stats = sum_stats([self.ended_stats, _counters(self.clients[replica].stats)])
         self.router.forget(replica)
         self._loaded.discard(replica)
@@ -159,7 +159,7 @@ class Replicas:
     async def run_batches(self, request: GenerationRequest | PoolingRequest) -> AsyncGenerator[list[tuple[int, Any]]]:
         """Yield lists of (index of the completion, output) as outputs arrive; closing it cancels the request.
 
-        Raises :class:`RequestError` as one engine does, but goes on elsewhere if a replica dies.
+        Raises :class:`RequestError` as one engine does, but continues elsewhere if a replica dies.
         """
         if self.failure or self.draining or not self.ready.is_set():
             raise self.unavailable()
@@ -202,10 +202,10 @@ class Replicas:
                 raise timed_out(progress.request.timeout_s)
 
     async def ask(self, do: str, **fields: Any) -> Message:
-        """Send the message ``do`` to a replica and return its answer; the prefix caches of all are reset."""
+        """Send the message ``do`` to a replica and return its reply; the prefix caches of all are reset."""
         if do == "swap" and len(self.clients) > 1:
             raise RequestError(
-                "a server with several replicas does not swap weights; start it again with the other checkpoint"
+                "a server with several replicas cannot swap weights; restart it with the other checkpoint"
             )
         if do == "reset_cache":
             for replica in self.up:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 FinishReason = Literal["stop", "length", "error", "grammar_error", "displaced", "diverged"]
 """stop: an end token, a stop string, or the end of the grammar. length: max_tokens or the context. error: the logits
 were not finite. grammar_error: the grammar needs more work for a token than is allowed. displaced: it lost its place in
-a full queue to another client. diverged: a resumed beam search found another text than the one that was delivered."""
+a full queue to another client. diverged: a resumed beam search found a different text from the one delivered."""
 
 
 class Status(Enum):
@@ -52,13 +52,13 @@ class Request:
     processor: "LogitsProcessor | None" = None
     """Changes the logits; None samples them unchanged."""
     client: str = ""
-    """Who sent it; clients are admitted in turn (:mod:`colonnade.serve.fair_queue`)."""
+    """The client that sent it; clients are admitted in turn (:mod:`colonnade.serve.fair_queue`)."""
     priority: int = 0
     """Its class in the queue; lower ones first."""
     adapter: int = 0
     """The number of its adapter (:mod:`colonnade.serve.adapters`); 0: none."""
     source: tuple[int, ...] = ()
-    """What the encoder of an encoder–decoder reads; ``prompt`` is then the beginning of the target."""
+    """The input of an encoder–decoder's encoder; ``prompt`` is then the beginning of the target."""
     source_pages: list[int] = field(default_factory=list)
     """The pages with the keys and values of cross attention to the source, shared by requests with the same source."""
     encode_source: bool = False
@@ -78,7 +78,7 @@ class Request:
     page_hashes: list[bytes] = field(default_factory=list)
     """Hashes of the full pages of ``ids``, as far as they were needed (:mod:`colonnade.serve.page_pool`)."""
     cached_pages: int = 0
-    """Leading pages whose hashes the pool knows."""
+    """Leading pages with hashes that are in the pool."""
     cached_tokens: int | None = None
     """Tokens of the prompt that the prefix cache had when the request was first admitted; None before."""
     computed: int = 0
@@ -126,12 +126,12 @@ class Request:
 
     @property
     def input_tokens(self) -> int:
-        """Tokens that the client gave: the source, or the prompt."""
+        """Tokens from the client: the source, or the prompt."""
         return len(self.source or self.prompt)
 
     @property
     def first_hash(self) -> bytes:
-        """What the keys of the first page depend on beside its tokens: the source, or the adapter."""
+        """What the keys of the first page depend on besides its tokens: the source, or the adapter."""
         return self.source_hash or (self.adapter.to_bytes(4, "big") if self.adapter else b"")
 
     @property
@@ -237,11 +237,11 @@ class Output(NamedTuple):
     logprobs: TokenLogprob | None = None
     """The token's, if asked for."""
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None
-    """The prompt's, in the first output, if asked for."""
+    """The prompt's, in the first output, if requested."""
     cached_tokens: int = 0
     """Tokens of the prompt that the prefix cache had."""
     prompt_token_ids: tuple[int, ...] | None = None
-    """The prompt's, in the first output, if asked for."""
+    """The prompt's, in the first output, if requested."""
     version: int = 0
     """Of the weights (:meth:`colonnade.serve.engine.Engine.refresh`)."""
 
@@ -252,13 +252,13 @@ class Completion:
 
     text: str
     token_ids: tuple[int, ...]
-    """All generated tokens, including an end token or those of a stop string, which the text leaves out."""
+    """All generated tokens, including an end token or those of a stop string, which the text omits."""
     finish_reason: FinishReason
     prompt_tokens: int
     logprobs: tuple[TokenLogprob, ...] | None = None
     """Of each of ``token_ids``, if asked for."""
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None
-    """Of each token of the prompt, if asked for."""
+    """Of each token of the prompt, if requested."""
 
     @staticmethod
     def of(outputs: Iterable[Output]) -> "Completion":
@@ -279,21 +279,21 @@ def failure(reason: FinishReason | None) -> RequestError | None:
     """The error of a request that ended for ``reason``, if it failed."""
     if reason == "grammar_error":
         return RequestError(
-            "the grammar is too complex: the next token needs more work than is allowed; simplify structured_outputs",
+            "the grammar is too complex: the next token exceeds the work limit; simplify structured_outputs",
             param="structured_outputs",
             code="grammar_too_complex",
         )
     if reason == "displaced":
         return RequestError(
-            "the queue is full, and most of it is this client's: the newest of its requests made way for another "
-            "client's; try again later",
+            "the queue is full, and most of it belongs to this client: its newest request was dropped in favour of "
+            "another client's; try again later",
             status=429,
             code="queue_full",
         )
     if reason == "diverged":
         return RequestError(
-            "the engine failed after it had sent part of this text, and the beam search, resumed on another engine, "
-            "found a different text; send the request again",
+            "the engine failed after sending part of this text, and the beam search resumed on another engine found "
+            "a different text; send the request again",
             status=503,
             code="search_diverged",
         )

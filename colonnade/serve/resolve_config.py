@@ -64,13 +64,13 @@ class EngineTraits:
         if ("paged_attention", "cuda", self.dtype, "triton") not in LOOKUP:
             return "without triton", "install it: pip install triton"
         if self.cp > 1 and any(window is not None for window in windows):
-            return f"of attention with a window over cp={self.cp}", "use tp in the place of cp"
+            return f"of attention with a window over cp={self.cp}", "use tp instead of cp"
         if config.latent is None and config.head_width > MAX_FUSED_HEAD_WIDTH:
             return f"of heads {config.head_width} wide (at most {MAX_FUSED_HEAD_WIDTH})", "use --device cpu"
         if self.offloads_experts:
-            return "of experts offloaded to host memory", "leave --experts.layers_on_device out"
+            return "of experts offloaded to host memory", "remove --experts.layers_on_device"
         if self.loops_over_experts:
-            return "of experts in a format without a kernel", "leave --serve.graph_capture out"
+            return "of experts in a format without a kernel", "remove --serve.graph_capture"
         if self.exchanges_tokens:
             return "that exchange tokens between expert ranks", "build the model with ground.axes.serving()"
         return None
@@ -92,7 +92,7 @@ class EngineTraits:
 
 
 def resolve_config(serve: ServeConfig, traits: EngineTraits) -> ServeConfig:
-    """``serve`` with every open field decided."""
+    """``serve`` with every open field resolved."""
     on_gpu, async_scheduling, graph_capture = traits.device.type == "cuda", serve.async_scheduling, serve.graph_capture
     if graph_capture is None:
         recorded = traits.records_steps and not serve.batch_invariant
@@ -118,7 +118,7 @@ def check_graph_capture(serve: ServeConfig, traits: EngineTraits) -> None:
     if serve.graph_capture and traits.device.type == "cuda" and (limitation := traits.graph_limitation):
         steps, remedy = limitation
         raise ConfigError(
-            f"steps {steps} cannot be captured as CUDA graphs yet; leave --serve.graph_capture out, or {remedy}"
+            f"steps {steps} cannot be captured as CUDA graphs yet; remove --serve.graph_capture, or {remedy}"
         )
 
 
@@ -127,16 +127,16 @@ def check_plan(model: Transformer) -> None:
     axes = model.axes
     if axes.dp.size > 1:
         raise PlanError(
-            f"an engine lays its model out over tp and cp ranks only, not over dp={axes.dp.size}; "
-            "use dp=1, and one server for each replica"
+            f"an engine shards its model over tp and cp ranks only, not over dp={axes.dp.size}; "
+            "use dp=1, and one server per replica"
         )
     if axes.cp.size == 1:
         return
     if model.config.encoder is not None:
-        raise PlanError(f"an encoder–decoder is not served over cp={axes.cp.size} ranks that share a cache; use tp")
-    if axes.sequence_parallel:
         raise PlanError(
-            f"ranks that share a cache (cp={axes.cp.size}) all have all tokens; leave sequence_parallel off"
+            f"serving an encoder–decoder over cp={axes.cp.size} ranks that share a cache is not supported; use tp"
         )
+    if axes.sequence_parallel:
+        raise PlanError(f"ranks that share a cache (cp={axes.cp.size}) all have all tokens; turn sequence_parallel off")
     if not axes.cp_replicated:
         raise PlanError(f"a model that serves over cp={axes.cp.size} must be built with ground.axes.serving()")

@@ -1,4 +1,4 @@
-"""Determines whether a server answers with text, embeddings or classes for a model, and how hidden states are pooled.
+"""Determines whether a server returns text, embeddings or classes for a model, and how hidden states are pooled.
 
     --serve.task auto    text by a causal model, classes by a model with a class head, else embeddings; embeddings by
                          a model that was tuned for them
@@ -7,13 +7,14 @@
 The pooling is the checkpoint's, or ``--serve.pooling``; without either the mean, for causal models the last token.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from colonnade.checkpoint.hf.pooling import StoredPooling, read_pooling
-from colonnade.checkpoint.native import read_embedding_pooling
+from colonnade.checkpoint.native import read_class_names, read_embedding_pooling
 from colonnade.config import ModelConfig, ServeConfig
 from colonnade.config.expert_overrides import check_generates
-from colonnade.config.serve import Pooling
+from colonnade.config.serve import ClassActivation, Pooling
 from colonnade.errors import CheckpointError, ConfigError, PlanError
 from colonnade.serve.pooler_spec import PoolerSpec
 
@@ -29,19 +30,20 @@ def resolve_pooler(model: ModelConfig, folder: Path, serve: ServeConfig, name: s
         check_generates(model, name)
         if serve.pooling is not None:
             raise ConfigError(
-                f"serve.pooling is {serve.pooling}, and applies to embeddings: {name} is served to generate text; add "
-                "--serve.task embed, or leave it out"
+                f"serve.pooling is {serve.pooling}, but applies to embeddings only: {name} is served to generate "
+                "text; add --serve.task embed, or remove it"
             )
         return None
     if cp > 1:
         raise PlanError(
-            f"without generation there is no key/value cache to share over cp={cp} ranks; use --plan.tp, or one server "
-            "for each replica"
+            f"without generation there is no key/value cache to share over cp={cp} ranks; use --plan.tp, or one "
+            "server per replica"
         )
     if serve.batch_invariant:
-        raise ConfigError("serve.batch_invariant applies to generation only; leave it out")
+        raise ConfigError("serve.batch_invariant applies to generation only; remove it")
     if model.task_head == "classes" and serve.task == "auto" and tuned is None:
-        return _classifier(model, read_pooling(folder, kind=False), serve)
+        stored = read_pooling(folder, kind=False)
+        return _classifier(model, stored.labels or read_class_names(folder), stored.activation, serve)
     stored = StoredPooling(tuned) if tuned is not None else read_pooling(folder, kind=serve.pooling is None)
     default: Pooling = "last" if model.causal else "mean"
     normalize = True if stored.normalize is None else stored.normalize
@@ -49,16 +51,18 @@ def resolve_pooler(model: ModelConfig, folder: Path, serve: ServeConfig, name: s
     return PoolerSpec("embed", model.width, context, serve.pooling or stored.kind or default, normalize)
 
 
-def _classifier(model: ModelConfig, stored: StoredPooling, serve: ServeConfig) -> PoolerSpec:
+def _classifier(
+    model: ModelConfig, names: Sequence[str], stored: ClassActivation | None, serve: ServeConfig
+) -> PoolerSpec:
     if serve.pooling is not None:
         raise ConfigError(
-            f"serve.pooling is {serve.pooling}, and this model's class head has a pooler of its own; leave it out, or "
+            f"serve.pooling is {serve.pooling}, but this model's class head has its own pooler; remove it, or "
             "add --serve.task embed for embeddings"
         )
-    labels = stored.labels or tuple(f"LABEL_{i}" for i in range(model.classes))
+    labels = tuple(names) or tuple(f"LABEL_{i}" for i in range(model.classes))
     if len(labels) != model.classes:
-        raise CheckpointError(f"config.json names {len(labels)} classes in id2label, and the model has {model.classes}")
-    activation = stored.activation or "softmax"
+        raise CheckpointError(f"the checkpoint names {len(labels)} classes, but the model has {model.classes}")
+    activation = stored or "softmax"
     if model.classes == 1 and activation == "softmax":
         activation = "sigmoid"  # the softmax of one logit is always 1
     return PoolerSpec("classify", model.classes, model.context, labels=labels, activation=activation)

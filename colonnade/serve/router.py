@@ -1,10 +1,11 @@
-"""Chooses a replica for each request: the one that has most of its prompt in the prefix cache, else the least loaded.
+"""Chooses a replica for each request: the one that has most of its prompt in the prefix cache, otherwise the least
+loaded.
 
     prompt -> hashes of its 256-byte blocks -> the replica that was sent most of them before      prefix routing
                                             -> the replica with the fewest requests               else
 
 A prefix counts if it covers at least :data:`MIN_PREFIX_SHARE` of the prompt, and not while the load is uneven. The
-router knows only what it has sent, not what the replicas still have cached: an LRU list approximates each cache.
+router tracks only what it has sent, not what the replicas still have cached: an LRU list approximates each cache.
 
 Pure Python without a clock, a socket or a model.
 """
@@ -26,11 +27,11 @@ KNOWN_BLOCKS = 1 << 15
 """Blocks remembered for each replica, the least recently used ones dropped first."""
 
 MIN_PREFIX_SHARE = 0.3
-"""A known prefix decides if it covers this share of the prompt."""
+"""A known prefix determines the replica if it covers this share of the prompt."""
 
 MAX_EVEN_LOAD = 8
 MAX_LOAD_RATIO = 1.5
-"""The load is uneven if the busiest replica has more than 8 requests, and more than 1.5 times the idlest one's."""
+"""The load is uneven if the busiest replica has more than 8 requests, and more than 1.5 times the least busy one's."""
 
 
 def text_bytes(text: str | Sequence[int] | Mapping[str, Any]) -> bytes:

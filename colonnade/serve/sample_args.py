@@ -7,6 +7,9 @@ from typing import BinaryIO, NamedTuple
 
 from colonnade.serve.sampling_params import SamplingParams
 
+NOT_FINITE = -1
+"""Returned in place of a token if the logits contain NaN or no finite value."""
+
 
 class LogitsChanges(NamedTuple):
     """Changes to one row of logits: first a penalty and a bias for some tokens, then a mask over the vocabulary."""

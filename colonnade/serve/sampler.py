@@ -34,7 +34,7 @@ from colonnade.model.token_logprobs import TokenScores, score_logits, score_rows
 from colonnade.parallel.axis import SOLO, Axis
 from colonnade.serve.cpu_sampling import sample_few
 from colonnade.serve.logits_changes import apply_changes
-from colonnade.serve.sample_args import SampleArgs
+from colonnade.serve.sample_args import NOT_FINITE, SampleArgs
 
 MIN_TEMPERATURE = 1e-5
 """Lower temperatures equal greedy sampling in float32, but could divide by zero."""
@@ -45,12 +45,9 @@ INITIAL_CANDIDATES = 256
 FEW_LOGITS = 1 << 17
 """Up to this number of logits a CPU samples rows without filters on one thread (:func:`sample_few`)."""
 
-NOT_FINITE = -1
-"""Returned in place of a token if the logits contain NaN or no finite value."""
-
 
 class PromptTargets(NamedTuple):
-    """Tokens of prompts whose log-probabilities are wanted."""
+    """Prompt tokens with requested log-probabilities."""
 
     rows_S: Tensor
     """The tokens of the stream before them."""
@@ -62,9 +59,9 @@ class Sampled(NamedTuple):
     """The result of a forward pass."""
 
     tokens_R: Tensor
-    """int64, equal on every rank; :data:`NOT_FINITE` for a row of which no token can be sampled."""
+    """int64, equal on every rank; :data:`NOT_FINITE` for a row without a token that can be sampled."""
     scores: TokenScores | None = None
-    """Of those sampled tokens whose log-probabilities are wanted, in order."""
+    """Of the sampled tokens with requested log-probabilities, in order."""
     prompt: TokenScores | None = None
     """Of :class:`PromptTargets`."""
 
@@ -77,7 +74,7 @@ class NextTokens:
     sample_args: Sequence[SampleArgs]
     prompt: PromptTargets | None = None
     rowwise: bool = False
-    """Sample each row by itself (:func:`sample_rowwise`)."""
+    """Sample each row separately (:func:`sample_rowwise`)."""
 
     def __call__(self, x_tD: Tensor, T: int, onto: OutputProjection) -> Sampled:
         """The tokens and the log-probabilities that are wanted."""
@@ -92,7 +89,7 @@ class NextTokens:
 def sample_and_score(
     logits_Rv: Tensor, args: Sequence[SampleArgs], tp: Axis, vocab_size: int, *, rowwise: bool = False
 ) -> Sampled:
-    """Sample, after the changes of each row, and score the tokens of the rows that ask for log-probabilities."""
+    """Sample, after the changes of each row, and score the tokens of the rows with requested log-probabilities."""
     changed_Rv = apply_changes(logits_Rv, args, tp.part(vocab_size)[0])
     tokens_R = (sample_rowwise if rowwise else sample)(changed_Rv, args, tp, vocab_size)
     rows = [r for r, each in enumerate(args) if each.logprobs >= 0]

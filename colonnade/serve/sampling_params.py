@@ -1,6 +1,6 @@
 """Sampling parameters of a request: a frozen, validated record.
 
-A bad value raises :class:`colonnade.errors.RequestError` whose ``param`` is the field's name, so that the HTTP layer
+A bad value raises :class:`colonnade.errors.RequestError` with the field's name as ``param``, so that the HTTP layer
 can report it as OpenAI does.
 """
 
@@ -48,7 +48,7 @@ class SamplingParams:
     min_p: float = 0.0
     """Keep tokens at least this many times as probable as the most probable one (Nguyen 2024)."""
     seed: int | None = None
-    """The same seed gives the same text, whatever else is in the batch; None takes a random one."""
+    """The same seed gives the same text, whatever else is in the batch; None picks a random one."""
     stop: Sequence[str] | str = ()
     """Strings that end the text; they may span tokens and are not part of the text."""
     stop_token_ids: Sequence[int] = ()
@@ -65,7 +65,7 @@ class SamplingParams:
     tempered_logprobs: bool = False
     """Divide the logits by the temperature before ``logprobs``; only without filters."""
     prompt_logprobs: int | None = None
-    """The same for each token of the prompt but the first. Such a prompt is not read from the prefix cache."""
+    """The same for each token of the prompt except the first. Such a prompt is not read from the prefix cache."""
     echo: bool = False
     """Begin the text with the prompt's."""
     return_prompt_ids: bool = False
@@ -85,7 +85,7 @@ class SamplingParams:
     source_lang: str | None = None
     """The language of the source, for a model that translates between languages, as its tokenizer spells it."""
     target_lang: str | None = None
-    """The language to translate into, likewise."""
+    """The language to translate into."""
     min_tokens: int = 0
     """Tokens to generate before an end token or a stop string may end the text."""
     bad_words: Sequence[str] = ()
@@ -122,7 +122,7 @@ class SamplingParams:
         _check("min_p", self.min_p, 0 <= self.min_p <= 1, "from 0 to 1")
         _check("seed", self.seed, self.seed is None or -(2**63) <= self.seed < 2**63, "a signed 64-bit integer")
         _check("stop", list(stop), len(stop) <= MAX_STOPS, f"at most {MAX_STOPS} strings")
-        _check("stop", list(stop), all(isinstance(text, str) and text for text in stop), "strings that are not empty")
+        _check("stop", list(stop), all(isinstance(text, str) and text for text in stop), "non-empty strings")
         _check("stop_token_ids", list(tokens), all(_is_a(Integral, token) for token in tokens), "a list of token ids")
         _check("stop_token_ids", None, len(tokens) <= MAX_STOPS, f"at most {MAX_STOPS} tokens")
         for name in ("logprobs", "prompt_logprobs"):
@@ -152,10 +152,10 @@ class SamplingParams:
             "structured_outputs": (None,),
         }  # fmt: skip
         if self.temperature not in (0, 1):
-            raise RequestError("a beam search is not random; set temperature to 0", param="temperature")
+            raise RequestError("beam search is deterministic; set temperature to 0", param="temperature")
         for name, values in neutral.items():
             if getattr(self, name) not in values:
-                raise RequestError(f"{name} and beams exclude one another; leave one of them out", param=name)
+                raise RequestError(f"{name} and beams are mutually exclusive; remove one of them", param=name)
 
     def _check_banned_and_biased(self) -> None:
         bias, pairs = self.logit_bias, "a map from token ids to numbers from -100 to 100"
@@ -173,7 +173,7 @@ class SamplingParams:
 
     @classmethod
     def from_kwargs(cls, kwargs: Mapping[str, Any]) -> Self:
-        """Build from keyword arguments; an unknown name is refused with the nearest known one."""
+        """Build from keyword arguments; an unknown name is refused with the closest known one."""
         known = [field.name for field in fields(cls)]
         for name in kwargs:
             if name not in known:

@@ -78,7 +78,7 @@ class Scheduler:
         self.pool.check_fits(len(request.prompt), request.limit_tokens, len(request.source), request.width)
         if request.width > (most := min(self.max_requests, self.token_budget)):
             raise RequestError(
-                f"beams is {request.width}, and this server runs {most} at a time; lower it",
+                f"beams is {request.width}, but this server runs {most} at a time; lower it",
                 param="beams",
                 operator_hint="raise --serve.max_requests and --serve.token_budget",
             )
@@ -89,7 +89,7 @@ class Scheduler:
             displaced = self.waiting.displaced_by(request.client)
         if self.full and request.resume is None and displaced is None:
             raise RequestError(
-                f"the queue is full: {len(self.waiting):,} requests wait already; try again later",
+                f"the queue is full: {len(self.waiting):,} requests are already waiting; try again later",
                 status=429,
                 code="queue_full",
                 operator_hint="raise --serve.max_waiting for a longer queue",
@@ -174,9 +174,8 @@ class Scheduler:
                 self.speculator.observe(request, accepted, refused)
 
     def _with_drafts(self, chosen: list[tuple[Request, Slice]], budget: int) -> tuple[list[tuple[Request, Slice]], int]:
-        """``chosen`` decodes, each followed by a decode for each token drafted for its request, and what is left.
-
-        Drafts take only pages, tokens and rows that are free: they never delay another request.
+        """``chosen`` decodes, each followed by a decode for each token drafted for its request, and the rest. Drafts
+        take only pages, tokens and rows that are free: they never delay another request.
         """
         if self.speculator is None or not chosen:
             return chosen, budget
@@ -249,7 +248,7 @@ class Scheduler:
         return child
 
     def continue_search(self, search: BeamSearch, following: Sequence[Continuation]) -> None:
-        """Replace the beams of ``search``: the first continuation of each goes on in its pages, others are forked."""
+        """Replace the beams of ``search``: the first continuation of each continues in its pages, others are forked."""
         root = search.root
         assert root is not None
         if not any(each.parent is root for each in following):

@@ -1,6 +1,6 @@
 """The models of a server by name: which engine gets a request, and the state of all engines together.
 
-one model       requests may leave ``model`` out; if its engine dies, so does the server
+one model       requests may omit ``model``; if its engine dies, so does the server
 several         requests must name one; if an engine dies, requests for its model get a 503 and the others go on
 """
 
@@ -31,7 +31,7 @@ class ServedModels:
         Raises :class:`ConfigError` for an adapter with the name of a model, and for adapters of several models.
         """
         if adapters and len(engines) > 1:
-            raise ConfigError(f"serve.adapters are for one model, and {len(engines)} are served; serve one of them")
+            raise ConfigError(f"serve.adapters apply to one model, but {len(engines)} are served; serve one of them")
         if clash := engines.keys() & set(adapters):
             raise ConfigError(f"the model and an adapter are both called '{clash.pop()}'; set --serve.model_name")
         self.adapters = list(adapters)
@@ -133,9 +133,10 @@ class ServedModels:
 
 
 def model_names(sources: Sequence[str], chosen: str | None) -> list[str]:
-    """What clients call the models of ``sources``: the last parts of their paths, or those ``chosen`` with commas.
+    """The names of the models of ``sources`` in the API: the last parts of their paths, or those ``chosen`` with
+    commas.
 
-    Raises :class:`ConfigError` unless each has a name of its own.
+    Raises :class:`ConfigError` unless each has a unique name.
     """
     if chosen is None:
         names = [Path(source).name for source in sources]
@@ -143,8 +144,8 @@ def model_names(sources: Sequence[str], chosen: str | None) -> list[str]:
         names = [chosen] if len(sources) == 1 else chosen.split(",")
     if len(names) != len(sources):
         raise ConfigError(
-            f"--serve.model_name has {plural(len(names), 'name')} for {len(sources)} models; give each one, with "
-            "commas between them, or leave it out"
+            f"--serve.model_name has {plural(len(names), 'name')} for {len(sources)} models; pass one per model, "
+            "comma-separated, or remove it"
         )
     for i, name in enumerate(names):
         if name in names[:i]:

@@ -1,7 +1,7 @@
-"""The server process: binds the port, starts the engine, answers requests until a signal, and cleans up.
+"""The server process: binds the port, starts the engine, serves requests until a signal, and cleans up.
 
     listen -> start and load the engine -> SIGINT or SIGTERM -> drain -> stop the engine -> return
-                                      |  |                           -> second signal: stop at once -> raise
+                                      |  |                           -> second signal: stop immediately -> raise
                                       |  -> no engine is left -> all requests end with a 503 -> raise
                                       -> a signal -> raise
 
@@ -57,7 +57,7 @@ def serve(
     plan, config = plan or Plan(), config or ServeConfig()
     if plan.world > plan.tp * plan.cp:
         raise PlanError(
-            f"a server lays its model out over tp and cp ranks only, not over {plan}; set only --plan.tp, "
+            f"a server shards its model over tp and cp ranks only, not over {plan}; set only --plan.tp, "
             "--plan.cp, --plan.ep and --plan.etp"
         )
     keys = KeyRing(config.keys, config.api_key)
@@ -77,7 +77,7 @@ def serve(
         for flag, urls in (("upstreams", config.upstreams), ("shadow", [config.shadow] if config.shadow else [])):
             for url in urls:
                 if is_own_address(url, listener):
-                    raise ConfigError(f"--serve.{flag} {url} is this server itself; give the address of another one")
+                    raise ConfigError(f"--serve.{flag} {url} is this server itself; use the address of another one")
         around = Around(keys, tracer, shadow, limits)
         runner.run(_serve(listener, open_models, plan, config, device, placements, around, announce))
 
@@ -182,7 +182,7 @@ async def _running(
 
 
 def _labels(model: str, replicas: int, *, alone: bool) -> list[str]:
-    """What log lines call the engines of ``model``."""
+    """The names of the engines of ``model`` in log lines."""
     if replicas == 1:
         return [f"the engine of {model}"]
     return [f"replica {i}" if alone else f"replica {i} of {model}" for i in range(replicas)]
@@ -207,18 +207,18 @@ def _check_upstreams(config: ServeConfig, keys: KeyRing, models: int) -> None:
     """Raise :class:`ConfigError` for settings that need an engine here."""
     if config.upstreams and config.fronts > 1:
         raise ConfigError(
-            "--serve.fronts share the engines of this server, which has none with --serve.upstreams; set one of the two"
+            "--serve.fronts share this server's engines, but with --serve.upstreams it has none; set one of the two"
         )
     if config.fronts > 1 and not hasattr(socket, "SO_REUSEPORT"):
-        raise ConfigError("--serve.fronts need SO_REUSEPORT, which this system does not have; leave it out")
+        raise ConfigError("--serve.fronts need SO_REUSEPORT, which this system does not have; remove --serve.fronts")
     if config.upstreams and models > 1:
         raise ConfigError(
-            f"--serve.upstreams passes requests on for one model, not for {models}; give one, or start a server "
-            "for each"
+            f"--serve.upstreams forwards requests for one model, not for {models}; name one, or start one server per "
+            "model"
         )
     if config.upstreams and config.replicas != 1:
         raise ConfigError(
-            "--serve.replicas are engines of this server, which has none with --serve.upstreams; set one of the two"
+            "--serve.replicas are engines of this server, but with --serve.upstreams it has none; set one of the two"
         )
     if config.upstreams and keys.counts_tokens:
         raise ConfigError(
@@ -260,4 +260,4 @@ def _shutdown_message(running: int, drain_s: float) -> str:
     if not running:
         return "stopping"
     verb = "has" if running == 1 else "have"
-    return f"stopping: {plural(running, 'request')} {verb} {drain_s:g} s to finish; Ctrl-C again ends now"
+    return f"stopping: {plural(running, 'request')} {verb} {drain_s:g} s to finish; press Ctrl-C again to exit now"

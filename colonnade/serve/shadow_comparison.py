@@ -1,4 +1,4 @@
-"""Compares two servers' answers to the same request, and sums up comparisons.
+"""Compares two servers' responses to the same request, and summarises comparisons.
 
 A comparison holds statuses, lengths, latencies and similarities, and no text:
 
@@ -7,7 +7,7 @@ A comparison holds statuses, lengths, latencies and similarities, and no text:
      "common_prefix": 118}
 
 Embeddings have ``cosine``, the least of all texts; classes have ``class`` and ``shadow_class``. ``shadow_status`` is
-null if the shadow gave no answer.
+null if the shadow did not respond.
 """
 
 import json
@@ -23,11 +23,11 @@ from typing import Any
 Comparison = dict[str, Any]
 
 UNREADABLE = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
-"""What reading an answer raises that has not the form that it should have."""
+"""The exceptions raised by reading a malformed response."""
 
 
 def compare(answer: bytes, shadow: bytes) -> Comparison:
-    """The fields that compare two answers with status 200; raises one of :data:`UNREADABLE`."""
+    """The fields that compare two responses with status 200; raises one of :data:`UNREADABLE`."""
     if answer.startswith(b"{") and "data" in (whole := json.loads(answer)):
         other = json.loads(shadow)
         if "embedding" in whole["data"][0]:
@@ -45,7 +45,7 @@ def compare(answer: bytes, shadow: bytes) -> Comparison:
 
 
 def differs(it: Comparison, min_cosine: float) -> bool:
-    """Whether the shadow's answer is another one; embeddings may differ down to ``min_cosine``."""
+    """Whether the shadow's response differs; embeddings may differ down to ``min_cosine``."""
     if it["status"] != it["shadow_status"]:
         return True
     lengths = {it.get("characters"), it.get("shadow_characters"), it.get("common_prefix")}
@@ -79,7 +79,9 @@ class RouteSummary:
             self.shadow_latencies_s.append(it["shadow_latency_s"])
 
     def row(self) -> list[str]:
-        """requests, differ, unanswered, mean common prefix, least cosine, median latency, the shadow's."""
+        """requests, differ, unanswered, mean common prefix, lowest cosine, median latency, the shadow's median
+        latency.
+        """
         return [
             f"{self.requests:,}", f"{self.differ:,} ({self.differ / self.requests:.1%})", f"{self.unanswered:,}",
             f"{sum(self.prefix_shares) / len(self.prefix_shares):.1%}" if self.prefix_shares else "",
@@ -98,7 +100,7 @@ def summarise(comparisons: Iterable[Comparison], min_cosine: float) -> dict[str,
 
 
 def _texts(answer: bytes) -> list[str]:
-    """The text of each choice, with its tool calls, of an answer or a stream."""
+    """The text of each choice, with its tool calls, of a response or a stream."""
     texts: dict[int, str] = {}
     for event in [json.loads(answer)] if answer.startswith(b"{") else _events(answer):
         for choice in event["choices"]:

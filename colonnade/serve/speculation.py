@@ -2,7 +2,7 @@
 
     draft    here: the tokens that followed the last occurrence of the newest three tokens     (Saxena 2023)
              colonnade.serve.draft_model: those that a smaller model generates                 (Leviathan 2023)
-    check    a pass decodes the newest token and the drafts, each as a row of its own, and samples after each
+    check    a pass decodes the newest token and the drafts, each as its own row, and samples after each
     accept   samples while they equal the next draft; the first other one replaces it
 
 A sample is a function of the logits, the seed and the number of tokens before it (:mod:`colonnade.serve.sampler`), not
@@ -42,7 +42,9 @@ class Drafter(Protocol):
 
 
 class Speculator(Protocol):
-    """Drafts tokens for the requests of a step: first how many each may get, then, when they have pages, which."""
+    """Drafts tokens for the requests of a step: first how many each may get, then, once they have pages, the drafts
+    themselves.
+    """
 
     def start(self, request: "Request") -> Drafter:
         """Called once for each request."""
@@ -51,12 +53,12 @@ class Speculator(Protocol):
     def plan(self, requests: Sequence["Request"], limits: Sequence[int], total: int, rows: int) -> list[int]:
         """The number of drafts for each request, at most its limit, and ``total`` together.
 
-        ``requests`` decode a token each in a pass of ``rows`` decodes.
+        ``requests`` decode one token each in a pass of ``rows`` decodes.
         """
         ...
 
     def draft(self, requests: Sequence["Request"], counts: Sequence[int]) -> list[list[int]]:
-        """At most so many tokens for each request, which has pages for them."""
+        """At most that many tokens for each request, which has pages for them."""
         ...
 
     def observe(self, request: "Request", accepted: int, refused: bool) -> None:
@@ -125,7 +127,7 @@ class NgramDrafter:
         self._indexed = len(self._ids)
 
     def draft(self, most: int) -> list[int]:
-        """At most ``most`` tokens that may come next; more of them the better the guesses were."""
+        """At most ``most`` tokens that may come next; the better the guesses were, the more."""
         found = self._following.get(tuple(self._ids[-NGRAM:]))
         if found is None or not self.active or most <= 0:
             return []

@@ -62,14 +62,14 @@ def check_replacement(path: str | Path, model: Transformer, tokenizer: Tokenizer
     needed, free = staged_bytes(model), usable_bytes(CPU)
     if needed > free:
         raise CapacityError(
-            f"the weights of {opened.path} take {format_bytes(needed)} of host memory beside the served ones, and "
-            f"{format_bytes(free)} is free; restart the server with the new weights"
+            f"the weights of {opened.path} take {format_bytes(needed)} of host memory in addition to the served ones, "
+            f"and {format_bytes(free)} is free; restart the server with the new weights"
         )
     return opened
 
 
 def check_pooler(opened: OpenedModel, served: PoolerSpec, found: PoolerSpec) -> None:
-    """Raise :class:`ConfigError` if the checkpoint's hidden states are pooled in another way than the ``served``."""
+    """Raise :class:`ConfigError` if the checkpoint's hidden states are pooled differently from the ``served`` one."""
     for name, ours in asdict(served).items():
         if (theirs := getattr(found, name)) != ours:
             raise _differs(opened, name, _short(ours), _short(theirs))
@@ -85,7 +85,7 @@ def staged_bytes(model: Transformer) -> int:
 
 
 def _served(config: ModelConfig) -> ModelConfig:
-    """``config`` without what matters only in training."""
+    """``config`` without the fields that matter only in training."""
     fields: dict[str, Any] = {name: ModelConfig.model_fields[name].default for name in TRAINING_FIELDS}
     if (moe := config.moe) is not None:
         defaults = type(moe).model_fields
@@ -102,8 +102,8 @@ def _parse_difference(line: str) -> tuple[str, str, str]:
 
 def _differs(opened: OpenedModel, field: str, ours: str, theirs: str) -> ConfigError:
     return ConfigError(
-        f"{opened.path} is a checkpoint of another model: {field} is {theirs}, and {ours} in the served model; give a "
-        "checkpoint of the same model, or start another server"
+        f"{opened.path} is a checkpoint of a different model: {field} is {theirs}, and {ours} in the served model; "
+        "use a checkpoint of the same model, or start another server"
     )
 
 
@@ -129,7 +129,7 @@ class StagedWeights:
     def read(self, opened: OpenedModel, context: DistributedContext) -> None:
         """Read everything; raises :class:`CheckpointError` for damaged files and for values that are not finite.
 
-        May run in a thread beside the model's steps: it uses neither the device nor collectives.
+        May run in a thread concurrently with the model's steps: it uses neither the device nor collectives.
         """
         weight = next(self._model.parameters())
         shape = Transformer(self._model.config, self._model.axes, device="meta", dtype=weight.dtype)
@@ -141,6 +141,11 @@ class StagedWeights:
     def _store(self, name: str, parameter: Tensor, value: Tensor | Quantised) -> None:
         current = self._requantise.current(name)
         if isinstance(value, Quantised) and current is not None and StoredFormat.of(value) == StoredFormat.of(current):
+            finite = bool(value.scales.isfinite().all())
+            if value.kind == "float8":  # e4m3 has NaN, and no infinities
+                finite = finite and not bool(((value.values.view(torch.uint8) & 0x7F) == 0x7F).any())
+            if not finite:
+                raise CheckpointError(f"the weight '{name}' is not finite in {value.kind}; use another checkpoint")
             self._staged[name] = value
             return
         value, quantised = dense(name, value), current is not None
@@ -165,7 +170,7 @@ class StagedWeights:
 
     @torch.no_grad()
     def copy(self) -> None:
-        """Overwrite the model's weights; CUDA graphs go on reading the same addresses."""
+        """Overwrite the model's weights; CUDA graphs continue to read the same addresses."""
         targets = dict((*self._model.named_parameters(), *self._model.named_buffers()))
         for name, new in self._staged.items():
             if isinstance(new, Quantised):

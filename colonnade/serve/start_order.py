@@ -2,7 +2,7 @@
 
 So the memory that is free after loading is divided equally. Of n engines on a GPU, number k (from 0) takes 1/(n - k) of
 the free memory in its turn; on a CPU, whose memory is taken only when a page is first written, each takes 1/n. An
-engine that is started again later has its turn at once.
+engine that is restarted later has its turn immediately.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""The constraint of an answer: a JSON schema, a regular expression, a list of choices, or a grammar."""
+"""The constraint on an output: a JSON schema, a regular expression, a list of choices, or a grammar."""
 
 import json as json_library
 import re
@@ -13,7 +13,7 @@ MAX_GRAMMAR_BYTES = 64 << 10
 """Size limit of a schema, an expression, a grammar, or all choices of one request [bytes]."""
 
 _OVERFLOWING = re.compile(r'(?<!"minimum": )(?<!"exclusiveMinimum": )-9\d{18}(?!\d)')
-"""Integers up to -9·10¹⁸, but for a minimum: llguidance's range of them overflows, and recurses without end."""
+"""Integers down to -9·10¹⁸, other than as a minimum: llguidance's range of them overflows, and recurses without end."""
 
 WHITESPACE = r"(\n[ \t]{0,64}| )?"
 """Between the parts of JSON: nothing, a space, or a new line with its indentation. Where any whitespace is allowed, a
@@ -40,20 +40,18 @@ class StructuredOutputs:
         if len(given) != 1:
             names = ", ".join(each.name for each in fields(self))
             what = " and ".join(given) or "none"
-            raise _error(f"structured_outputs has {what} of {names}; give exactly one")
+            raise _error(f"structured_outputs has {what} of {names}; send exactly one")
         if self.json is not None:
             self._check_schema()
         for name in ("regex", "grammar"):
             if not isinstance(getattr(self, name), str | None) or getattr(self, name) == "":
-                raise _error(f"structured_outputs.{name} must be a string that is not empty")
+                raise _error(f"structured_outputs.{name} must be a non-empty string")
         if self.choice is not None:
             self._check_choices()
         if not isinstance(self.json_object, bool | None):
             raise _error("structured_outputs.json_object must be true or false")
         if self.kind in ("json", "grammar") and (found := _OVERFLOWING.search(self.source)):
-            raise _error(
-                f"structured_outputs.{self.kind} has {found.group()}, which is too close to -2⁶³; leave it out"
-            )
+            raise _error(f"structured_outputs.{self.kind} has {found.group()}, which is too close to -2⁶³; remove it")
         size = len(self.source.encode())
         if size > MAX_GRAMMAR_BYTES:
             raise _error(f"structured_outputs.{self.kind} has {size} bytes; at most {MAX_GRAMMAR_BYTES} are accepted")
@@ -67,16 +65,16 @@ class StructuredOutputs:
         if isinstance(schema, str):
             schema = parse_text(schema, "structured_outputs", "structured_outputs.json")
         if not isinstance(schema, Mapping | bool):
-            raise _error("structured_outputs.json is no JSON schema; give an object")
+            raise _error("structured_outputs.json is not a JSON schema; send an object")
         if schema is False:
-            raise _error("structured_outputs.json is false, which nothing matches; give another schema")
+            raise _error("structured_outputs.json is false, which nothing matches; send another schema")
         object.__setattr__(self, "json", {} if schema is True else schema)
 
     def _check_choices(self) -> None:
         choices = self.choice
         valid = isinstance(choices, Sequence) and not isinstance(choices, str) and len(choices) > 0
         if not valid or not all(isinstance(each, str) and each for each in choices or ()):
-            raise _error("structured_outputs.choice must be a list of strings that are not empty")
+            raise _error("structured_outputs.choice must be a list of non-empty strings")
 
     @property
     def kind(self) -> str:
@@ -85,7 +83,7 @@ class StructuredOutputs:
 
     @property
     def source(self) -> str:
-        """What is given, as text."""
+        """The specification, as text."""
         value = getattr(self, self.kind)
         where = f"structured_outputs.{self.kind}"
         return value if isinstance(value, str) else to_json_text(value, "structured_outputs", where)

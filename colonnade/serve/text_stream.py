@@ -23,7 +23,7 @@ class Detokenizer(Protocol):
 
 
 class StopFilter:
-    """Passes text through, except for what is or might become one of the strings ``stops``."""
+    """Passes text through, except for parts that are or might become one of the strings ``stops``."""
 
     def __init__(self, stops: Sequence[str]):
         self.stops = tuple(stops)

@@ -1,4 +1,4 @@
-"""Answers the messages of /tokenize, /detokenize and /tokenizer_info in the engine process, beside steps."""
+"""Handles the messages of /tokenize, /detokenize and /tokenizer_info in the engine process, concurrently with steps."""
 
 from colonnade.data.tokenizer import Tokenizer
 from colonnade.errors import ColonnadeError, RequestError
@@ -9,13 +9,13 @@ MESSAGES = ("tokenize", "detokenize", "tokenizer_info")
 """Values of ``do``."""
 
 MAX_TEXT_CHARACTERS = 1 << 20
-"""Longest text that is tokenised."""
+"""Maximum length of a text to tokenise."""
 
 MAX_IDS = 1 << 18
-"""Most ids that are decoded."""
+"""Maximum number of ids to decode."""
 
 MAX_DECODED_BYTES = 1 << 24
-"""Most bytes that the decoded ids may stand for."""
+"""Maximum number of bytes that the decoded ids may stand for."""
 
 
 def work_size(message: Message) -> int:
@@ -30,7 +30,7 @@ def work_size(message: Message) -> int:
 
 
 def answer_message(message: Message, tokenizer: Tokenizer) -> Message:
-    """The event that answers ``message``, or refuses it."""
+    """The event that replies to ``message``, or refuses it."""
     try:
         if message["do"] == "tokenizer_info":
             answer: Message = {"info": tokenizer.info}
@@ -45,7 +45,8 @@ def _tokenize(message: Message, tokenizer: Tokenizer) -> Message:
     size, messages = work_size(message), message["messages"]
     if size > MAX_TEXT_CHARACTERS:
         raise RequestError(
-            f"the text has {size} characters; at most {MAX_TEXT_CHARACTERS} are tokenised at once; send it in parts",
+            f"the text has {size} characters; at most {MAX_TEXT_CHARACTERS} are tokenised per request; send it in "
+            "parts",
             param="prompt" if messages is None else "messages",
         )
     if messages is None:
@@ -59,7 +60,8 @@ def _detokenize(message: Message, tokenizer: Tokenizer) -> Message:
     tokens, most = message["tokens"], min(MAX_IDS, MAX_DECODED_BYTES // max(1, tokenizer.longest_token_bytes))
     if len(tokens) > most:
         raise RequestError(
-            f"there are {len(tokens)} tokens; at most {most} are decoded at once; send them in parts", param="tokens"
+            f"there are {len(tokens)} tokens; at most {most} are decoded per request; send them in parts",
+            param="tokens",
         )
     check_vocabulary(tokens, tokenizer.vocab_size, "tokens")
     return {"text": tokenizer.decode(tokens, skip_special=False)}

@@ -1,10 +1,10 @@
-"""Tool calls in a model's own notation: the grammar that the answer follows, and the parser of the answer.
+"""Tool calls in a model's own notation: the grammar that the output follows, and the parser of the output.
 
     hermes    <tool_call>{"name": "f", "arguments": {...}}</tool_call>, any number, after any text    (Qwen, Hermes)
-    llama3    {"name": "f", "parameters": {...}}; {...}                  only at the start of the answer
+    llama3    {"name": "f", "parameters": {...}}; {...}                  only at the start of the output
     mistral   [TOOL_CALLS] [{"name": "f", "arguments": {...}}, ...]     after any text
 
-With ``tool_choice`` "auto" the answer is free until a call begins, and from there on constrained to the tools and their
+With ``tool_choice`` "auto" the output is free until a call begins, and from there on constrained to the tools and their
 schemas; with "required", or a named function, it is constrained from the start, so any model obeys.
 """
 
@@ -27,7 +27,7 @@ class ToolFormat(NamedTuple):
 
     name: ToolFormatName
     begin: str
-    """The text before a call, or before the list of calls; empty if an answer with calls has no other text."""
+    """The text before a call, or before the list of calls; empty if an output with calls has no other text."""
     end: str
     """The text after a call."""
     arguments: str
@@ -82,13 +82,13 @@ class ToolNotation(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ToolOptions:
-    """Which calls an answer may have, and how it writes them."""
+    """The calls that an output may contain, and their notation."""
 
     notation: ToolNotation
     tools: Sequence[Mapping[str, Any]]
     """OpenAI's objects: {"type": "function", "function": {"name", "parameters"}}."""
     required: bool = False
-    """Whether the answer is one call or several."""
+    """Whether the output is one call or several."""
     parallel: bool = True
     """Whether there may be several calls."""
 
@@ -98,7 +98,7 @@ class ToolOptions:
         return self.notation.format
 
     def grammar(self) -> str:
-        """The grammar of the answer, in llguidance's dialect of Lark."""
+        """The grammar of the output, in llguidance's dialect of Lark."""
         lines = ["%llguidance {}", r"TEXT: /(.|\n)*/", r"space: /[ \n]{0,4}/", *self._calls()]
         begin = self._terminal(self.format.begin)
         match self.format.name:
@@ -151,7 +151,7 @@ class ToolCallDelta(NamedTuple):
 
 @dataclass
 class ParsedText:
-    """The parsed content of new text of an answer."""
+    """The parsed content of new output text."""
 
     content: str = ""
     calls: list[ToolCallDelta] = field(default_factory=list)
@@ -164,7 +164,7 @@ _CLOSE = re.compile(r"\s*\}")
 
 
 class ToolCallParser:
-    """Splits an answer that follows :meth:`ToolOptions.grammar` into text and calls, as it arrives."""
+    """Splits an output that follows :meth:`ToolOptions.grammar` into text and calls, as it arrives."""
 
     def __init__(self, tool_format: ToolFormat):
         self._format = tool_format
@@ -209,7 +209,7 @@ class ToolCallParser:
                 return self._after()
 
     def _start(self) -> bool:
-        """Without a text that begins calls, the first character of the answer decides."""
+        """Without a marker that begins calls, the first character of the output decides."""
         if not self._format.begin:
             if not self._buffer:
                 return False
@@ -224,7 +224,7 @@ class ToolCallParser:
             parsed.content += buffer[:at].rstrip()
             self._buffer, self._state = buffer[at + len(begin) :], "name"
             return True
-        # What might be the beginning of a call is held back, with the space before it.
+        # A possible beginning of a call is held back, with the space before it.
         held = next((n for n in range(min(len(begin), len(buffer)), 0, -1) if begin.startswith(buffer[-n:])), 0)
         certain = len(buffer[: len(buffer) - held].rstrip()) if begin else len(buffer)
         parsed.content += buffer[:certain]

@@ -19,7 +19,7 @@ from colonnade.serve.router import Router
 
 PROBE_INTERVAL_S = 1.0
 PROBE_S = 5.0
-"""Time between two probes, and for the answer to one [s]."""
+"""Time between two probes, and for the response to one [s]."""
 
 MAX_FAILURES = 3
 """An upstream is taken out after this many failed probes in a row."""
@@ -39,7 +39,7 @@ class Upstreams:
         self.urls, self.key, self.router = [url.rstrip("/") for url in urls], key, Router(len(urls))
         self.draining, self.running, self.stats = False, 0, Stats()
         self.failure: ColonnadeError | None = None
-        """None: a server whose upstreams are all down goes on probing them."""
+        """None: a server with all upstreams down continues to probe them."""
         self.ready, self.exited, self.idle = (asyncio.Event() for _ in range(3))
         """An upstream is up; (never); no request runs."""
         self.idle.set()
@@ -124,7 +124,7 @@ class Upstreams:
 
     @asynccontextmanager
     async def probing(self, give_up: asyncio.Event) -> AsyncIterator[None]:
-        """Probe all upstreams once, then again and again until the end of the block; ``give_up`` ends the first."""
+        """Probe all upstreams once, then repeatedly until the end of the block; ``give_up`` ends the first."""
         probes = [asyncio.create_task(self._probe(i)) for i in range(len(self.urls))]
         stop = asyncio.create_task(give_up.wait())
         await asyncio.wait((stop, asyncio.gather(*probes)), return_when=asyncio.FIRST_COMPLETED)
@@ -158,7 +158,7 @@ class Upstreams:
                 self._end_requests(upstream)
 
     async def _probe(self, upstream: int) -> bool:
-        """Ask whether ``upstream`` is ready; True if it gave no answer."""
+        """Ask whether ``upstream`` is ready; True if it did not respond."""
         import httpx
 
         lost = False

@@ -34,15 +34,15 @@ from colonnade.serve.staged_weights import StagedWeights, check_pooler, check_re
 LOG = logging.getLogger(__name__)
 
 POLL_S = 0.1
-"""How often rank 0 asks the others whether they have read their shards, once it has [s]."""
+"""Interval at which rank 0 polls the others for having read their shards, once it has [s]."""
 
 
 SWAP_MESSAGES = ("swap", "advance_swap")
-"""What the HTTP process asks for, and what a thread reports."""
+"""Requests of the HTTP process, and reports of a thread."""
 
 
 class Stage(IntEnum):
-    """What a rank's thread has done."""
+    """The progress of a rank's thread."""
 
     BUSY = 0
     DONE = 1
@@ -64,7 +64,7 @@ class WeightSwap:
     # -- rank 0 --------------------------------------------------------------------------------------------------------
 
     def handle(self, message: Message) -> Message | None:
-        """Handle one of :data:`SWAP_MESSAGES`; returns the answer, if it is available."""
+        """Handle one of :data:`SWAP_MESSAGES`; returns the reply, if it is available."""
         return self.start(message) if message["do"] == "swap" else self.advance()
 
     def start(self, message: Message) -> Message | None:
@@ -73,7 +73,7 @@ class WeightSwap:
             return _refused(
                 message["ids"],
                 RequestError(
-                    f"the weights of {self._job.path} are being loaded already; try again when that has ended",
+                    f"the weights of {self._job.path} are already being loaded; try again when that has finished",
                     status=409,
                     code="swap_running",
                 ),
@@ -86,7 +86,7 @@ class WeightSwap:
         return None
 
     def advance(self) -> Message | None:
-        """Go on after a thread has ended; returns the answer at the end. Call it between two steps."""
+        """Continue after a thread has ended; returns the reply at the end. Call it between two steps."""
         job = self._job
         if job is None or job.stage is Stage.BUSY:
             return None

@@ -21,7 +21,8 @@ class Slice(NamedTuple):
     batch_row: int = -1
     """The request's row in a padded decode batch (:class:`BatchRows`); negative for none."""
     targets: tuple[int, ...] = ()
-    """For each of ``tokens`` the prompt's next one, whose log-probability is wanted, or -1; empty if none is."""
+    """For each of ``tokens`` the prompt's next one if its log-probability is requested, otherwise -1; empty if none
+    is."""
     alternatives: int = 0
     """How many of the most probable tokens to return with those."""
     adapter: int = 0

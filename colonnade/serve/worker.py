@@ -36,7 +36,7 @@ from colonnade.serve.sampling_params import SamplingParams, choice_seed
 from colonnade.serve.weight_swap import SWAP_MESSAGES, WeightSwap
 
 Loaded = tuple[Transformer, Tokenizer] | tuple[Transformer, Tokenizer, Transformer | PoolerSpec | None]
-"""A model that generates text, perhaps with a draft model, or one with what is made of its hidden states."""
+"""A model that generates text, perhaps with a draft model, or one with the pooling of its hidden states."""
 
 Load = Callable[[DistributedContext], Loaded]
 """Loads this rank's share of the model in each engine process; must be picklable (a module's function or a partial)."""
@@ -93,7 +93,7 @@ def build_engine(loaded: Loaded, config: ServeConfig, engines: int = 1) -> Engin
 
 
 def _collect_and_return_memory() -> None:
-    """Return to the system what loading has freed: glibc keeps it otherwise, 290 MB for SmolLM2 with int4 weights."""
+    """Return memory that loading has freed to the system: glibc would keep it, 290 MB for SmolLM2 with int4 weights."""
     gc.collect()  # a cycle may still keep what was read
     if sys.platform == "linux":
         with suppress(OSError, AttributeError):  # another C library
@@ -148,7 +148,7 @@ class _StatsTimer:
         self._sent_s, self._requests = 0.0, (0, 0)
 
     def due(self, stats: Stats, *, finished: bool) -> bool:
-        """Whether to send them: a request began, waits or ended, or the last time is :data:`STATS_S` ago."""
+        """Whether to send them: a request began, waits or ended, or the last time was :data:`STATS_S` ago."""
         now_s, requests = time.monotonic(), (stats.running, stats.waiting)
         if not finished and requests == self._requests and now_s - self._sent_s < STATS_S:
             return False
@@ -183,7 +183,7 @@ def _handle(
     sender: HttpConnection | None,
     message: Message,
 ) -> None:
-    """Do what ``message`` says, and send a reply if it has one now."""
+    """Handle ``message``, and send a reply if there is one now."""
     if message["do"] == "connect":
         connections.connect(message["address"])
     elif message["do"] in ("cancel", "disconnected"):
@@ -201,7 +201,7 @@ def _handle(
 
 
 def _live_ids(message: Message) -> list[str]:
-    """Ids of ``message`` to which there will be an answer: not of completions that ended before it was resumed."""
+    """Ids of ``message`` that will get a reply: not those of completions that ended before it was resumed."""
     if message["do"] == "answer":
         return message["event"]["ids"]
     resume = message.get("resume") or [()] * len(message["ids"])
@@ -209,7 +209,7 @@ def _live_ids(message: Message) -> list[str]:
 
 
 def _look(engine: Engine | PoolingEngine, message: Message) -> Message:
-    """The answer to a question of the viewer, which knows models that generate text."""
+    """The response to a query from the viewer, which supports models that generate text."""
     if not isinstance(engine, Engine):
         error = RequestError("the viewer shows served models that generate text; use colonnade look MODEL for this one")
         return {"event": "refused", "ids": message["ids"], "error": error_to_dict(error)}
@@ -221,7 +221,7 @@ def _look(engine: Engine | PoolingEngine, message: Message) -> Message:
 
 
 def _reply(engine: Engine | PoolingEngine, message: Message) -> Message | None:
-    """Do what ``message`` says; returns the reply to send: the refusal of a submission, or an answer."""
+    """Handle ``message``; returns the reply to send: the refusal of a submission, or a response."""
     if message["do"] == "answer":
         return message["event"]
     if message["do"] == "reset_cache":
@@ -268,7 +268,7 @@ def _check_queue(engine: Engine, client: str, count: int) -> None:
     if count > 1 and not engine.scheduler.waiting.has_room(client, count, most):  # for one, the scheduler raises
         fewer = f", or with at most {most - waiting:,} prompts" if waiting < most else ""
         raise RequestError(
-            f"the queue has no room for {count:,} prompts: {waiting:,} requests wait already, of {most:,}; "
+            f"the queue has no room for {count:,} prompts: {waiting:,} requests are already waiting, of {most:,}; "
             f"try again later{fewer}",
             status=429,
             code="queue_full",
@@ -284,7 +284,7 @@ def _check_wait(engine: Engine, message: Message) -> None:
     if wait_s > timeout_s:
         raise RequestError(
             f"the request would wait about {wait_s:.2g} s before it starts, longer than its timeout_s of "
-            f"{timeout_s:g} s; try again later, or allow more",
+            f"{timeout_s:g} s; try again later, or raise it",
             param="timeout_s",
             status=429,
             code="timeout_expected",

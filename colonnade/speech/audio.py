@@ -37,8 +37,12 @@ def load_audio(path: str | Path, *, longest_s: float = LONGEST_S) -> Tensor:
     ``longest_s`` at :data:`MOST_RATE`.
     """
     path = Path(path)
-    if not path.is_file():
-        raise DataError(f"{path} does not exist; give an audio or video file")
+    try:
+        exists = path.is_file()
+    except OSError as why:  # a name that is too long, a folder that may not be read
+        raise DataError(f"{path} cannot be read: {why.strerror}; use an audio or video file") from None
+    if not exists:
+        raise DataError(f"{path} does not exist; use an audio or video file")
     soundfile = require("soundfile")
     try:
         with soundfile.SoundFile(str(path)) as file:
@@ -67,7 +71,7 @@ def _joined(path: Path, blocks: Iterator[np.ndarray], rate: int, channels: int, 
             raise DataError(f"{path} has samples that are not finite; convert it again")
         found += resampler.push(mono).tobytes()
     if not frames:
-        raise DataError(f"{path} has no samples; give a longer recording")
+        raise DataError(f"{path} has no samples; use a longer recording")
     found += resampler.finish().tobytes()
     return torch.frombuffer(found, dtype=torch.float32) if found else torch.zeros(0)
 
@@ -78,7 +82,7 @@ def _decode(path: Path, longest_s: float) -> Tensor:
     try:
         with av.open(str(path), options={"format_whitelist": FORMATS}) as container:
             if not container.streams.audio:
-                raise DataError(f"{path} has no sound; give an audio file, or a video with sound")
+                raise DataError(f"{path} has no sound; use an audio file, or a video with sound")
             stream = container.streams.audio[0]
             rate = int(stream.rate)
             resampler = av.AudioResampler(format="flt", layout="mono", rate=rate)
@@ -89,12 +93,12 @@ def _decode(path: Path, longest_s: float) -> Tensor:
             )
             return _joined(path, parts, rate, 1, longest_s)
     except (av.FFmpegError, ValueError) as why:
-        raise DataError(f"{path} is no audio that can be read: {why}; convert it to WAV or FLAC") from None
+        raise DataError(f"{path} cannot be read as audio: {why}; convert it to WAV or FLAC") from None
 
 
 def _check_length(path: Path, frames: int, rate: int, channels: int, longest_s: float) -> None:
     if (seconds := frames / max(1, rate)) > longest_s:
-        raise DataError(f"{path} is {_length(seconds)} long or more, and {_length(longest_s)} are read; cut it")
+        raise DataError(f"{path} is {_length(seconds)} long or more, and the limit is {_length(longest_s)}; cut it")
     if (samples := frames * channels) > longest_s * MOST_RATE:
         raise DataError(
             f"{path} has {samples:,} samples or more in {channels} channels, at most {round(longest_s * MOST_RATE):,} "

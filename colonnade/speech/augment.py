@@ -1,8 +1,8 @@
 """Augments training recordings without changing their words: speeds, rooms, codecs, masks, crops.
 
-Another speed changes pitch and times by the same factor (Ko et al., Interspeech 2015), the others no times. Masks are
-SpecAugment's (Park et al., arXiv 1904.08779): runs of the audio are silenced, and bands of its spectra are set to the
-recording's mean. Pictures are cropped and may be mirrored.
+A change of speed changes pitch and times by the same factor (Ko et al., Interspeech 2015); the others change no times.
+Masks are SpecAugment's (Park et al., arXiv 1904.08779): runs of the audio are silenced, and bands of its spectra are
+set to the recording's mean. Pictures are cropped and may be mirrored.
 """
 
 import numpy as np
@@ -60,7 +60,7 @@ def room(samples: np.ndarray, random: np.random.Generator) -> np.ndarray:
 def codec(samples: np.ndarray, name: str) -> np.ndarray:
     """Encodes and decodes the audio; raises DataError for a codec that is not in :data:`CODECS`."""
     if name not in CODECS:
-        raise DataError(f"{name!r} is no codec here; use one of {', '.join(CODECS)}")
+        raise DataError(f"{name!r} is not a known codec; use one of {', '.join(CODECS)}")
     if not len(samples):
         return samples
     av, rate = require("av"), CODECS[name]

@@ -60,6 +60,13 @@ def _load_int16(folder: Path, recording: Recording) -> np.ndarray:
     return (load_samples(folder, recording) * 32767).round().clip(-32768, 32767).astype(np.int16)
 
 
+def _labels(folder: Path, recording: Recording, config: SpeechConfig) -> list[int]:
+    try:
+        return config.labels(recording.text)
+    except DataError as why:
+        raise DataError(f"the text of {folder / recording.audio}: {why}") from None
+
+
 class Corpus:
     """The recordings of one split."""
 
@@ -69,7 +76,7 @@ class Corpus:
         if noises and not self.noises:
             raise DataError(f"{noises} has no files; put recordings of noise there")
         self.features = features_of(config)
-        self.labels = [config.labels(one.text) for one in self.recordings]
+        self.labels = [_labels(folder, one, config) for one in self.recordings]
         self.letters: list[Tensor] = []
         self.samples: list[np.ndarray] = []
         pool = ThreadPoolExecutor()
@@ -83,7 +90,7 @@ class Corpus:
         finally:  # after an error the others are not read
             pool.shutdown(cancel_futures=True)
         if config.picture and not all(one.phonemes for one in self.recordings):
-            raise DataError(f"{folder}: mouths are drawn from phonemes, and some recordings have none; use speech-tiny")
+            raise DataError(f"{folder}: mouths are drawn from phonemes, but some recordings have none; use speech-tiny")
 
     def frames(self, i: int, speed: float = 1.0) -> int:
         """Frames of recording ``i``."""
@@ -194,7 +201,8 @@ class Corpus:
             return torch.full((self.config.parts * frames,), UNKNOWN)
         if len(one.words) != len(one.text.split(" ")):
             raise DataError(
-                f"{one.audio} has {len(one.words)} times of words and {len(one.text.split(' '))} words; give one a word"
+                f"{one.audio} has {len(one.words)} times of words and {len(one.text.split(' '))} words; provide one "
+                "per word"
             )
         space, delay = self.config.letters.index(" ") + 1, delayed_parts(self.config)
         words = [(start / speed, end / speed) for start, end in one.words]

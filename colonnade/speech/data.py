@@ -1,4 +1,4 @@
-"""A folder of spoken sentences: ``manifest.jsonl``, one line a recording, and the recordings.
+"""A folder of spoken sentences: ``manifest.jsonl``, one line per recording, and the recordings.
 
     {"audio": "train-00000.flac", "text": "bin blue at f two now", "split": "train", "speaker": "en-us+m1",
      "phonemes": [[0.012, "b"], …], "words": [[0.0, 0.249], …]}
@@ -6,7 +6,7 @@
 ``audio`` is relative to the folder. ``phonemes`` (optional) are used to draw mouths; ``words`` (optional), the start
 and end of each word [s], are the reference for alignments.
 
-A folder without a manifest may have LRS3's layout (Afouras et al., arXiv 1809.00496): films and their texts, in
+A folder without a manifest may have LRS3's layout (Afouras et al., arXiv 1809.00496): videos and their transcripts, in
 one folder per speaker; ``pretrain`` and ``trainval`` are for training:
 
     trainval/SPEAKER/00001.mp4
@@ -19,26 +19,29 @@ one folder per speaker; ``pretrain`` and ``trainval`` are for training:
 """
 
 import json
-import math
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic_core import PydanticCustomError
 
 from colonnade.errors import DataError
 from colonnade.speech import synth
-from colonnade.speech.audio import load_audio
+from colonnade.speech.audio import LONGEST_S, load_audio
 from colonnade.speech.pcm import write_audio
 from colonnade.speech.synth import Phoneme
 
 MANIFEST = "manifest.jsonl"
 LRS3_SPLITS: dict[str, Literal["train", "test"]] = {"pretrain": "train", "trainval": "train", "test": "test"}
+
+Seconds = Annotated[float, Field(ge=0, le=LONGEST_S, allow_inf_nan=False)]
+"""A time in a recording."""
 
 
 class Recording(BaseModel):
@@ -50,8 +53,17 @@ class Recording(BaseModel):
     text: str
     split: Literal["train", "test"] = "train"
     speaker: str = ""
-    phonemes: tuple[tuple[float, str], ...] = Field(default=())
-    words: tuple[tuple[float, float], ...] = Field(default=())
+    phonemes: tuple[tuple[Seconds, str], ...] = Field(default=())
+    words: tuple[tuple[Seconds, Seconds], ...] = Field(default=())
+
+    @field_validator("words")
+    @classmethod
+    def _check_words(cls, words: tuple[tuple[float, float], ...]) -> tuple[tuple[float, float], ...]:
+        for start, end in words:
+            if start > end:
+                times = {"start": start, "end": end}
+                raise PydanticCustomError("order", "a word from {start} s to {end} s ends before it starts", times)
+        return words
 
     @property
     def known_phonemes(self) -> list[Phoneme]:
@@ -73,16 +85,16 @@ def read_manifest(folder: Path, split: str | None = None) -> list[Recording]:
             f"data --out {folder}"
         )
     recordings: list[Recording] = []
-    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
+    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").split("\n"), 1):
         if not line.strip():
             continue
         try:
             recording = Recording.model_validate_json(line)
         except ValidationError as why:
-            raise DataError(f"{path}, line {number}: {why.errors()[0]['msg']}; mend or remove the line") from None
+            raise DataError(f"{path}, line {number}: {why.errors()[0]['msg']}; fix or remove the line") from None
         name = Path(recording.audio)
         if name.is_absolute() or ".." in name.parts:
-            raise DataError(f"{path}, line {number}: {recording.audio!r} is outside of the folder; move it there")
+            raise DataError(f"{path}, line {number}: {recording.audio!r} is outside the folder; move it there")
         recordings.append(recording)
     return _chosen(path, recordings, split)
 
@@ -95,10 +107,10 @@ def _chosen(path: Path, recordings: list[Recording], split: str | None) -> list[
 
 
 def read_lrs3(folder: Path) -> list[Recording]:
-    """The films of a folder in LRS3's layout, with their texts in lower case, ordered by name.
+    """The videos of a folder in LRS3's layout, with their transcripts in lower case, ordered by name.
 
-    Word times are those of the text's table, if it has one row for each word. Raises DataError for a film without a
-    text, or a text that cannot be read, with its name.
+    Word times are those of the transcript's table, if it has one row for each word. Raises DataError, naming the file,
+    for a video without a transcript, or one that cannot be read.
     """
     recordings: list[Recording] = []
     for name, split in LRS3_SPLITS.items():
@@ -112,11 +124,13 @@ def read_lrs3(folder: Path) -> list[Recording]:
 def _read_lrs3_text(path: Path) -> tuple[str, tuple[tuple[float, float], ...]]:
     """The text and the word times of one file."""
     if not path.is_file():
-        raise DataError(f"{path} does not exist, but its film does; restore it or remove the film")
+        raise DataError(f"{path} does not exist, but its video does; restore it or remove the video")
     lines = [line.strip() for line in path.read_text(encoding="utf-8", errors="replace").splitlines()]
     texts = [line.removeprefix("Text:").split() for line in lines if line.startswith("Text:")]
     if len(texts) != 1 or not texts[0]:
-        raise DataError(f"{path} has {len(texts)} lines that begin with Text:, or an empty one; give one with words")
+        raise DataError(
+            f"{path} has {len(texts)} lines that begin with Text:, or an empty one; use exactly one with words"
+        )
     words: list[tuple[float, float]] = []
     header = next((i for i, line in enumerate(lines) if line.split()[:3] == ["WORD", "START", "END"]), len(lines))
     for number, line in enumerate(lines[header + 1 :], header + 2):
@@ -126,9 +140,9 @@ def _read_lrs3_text(path: Path) -> tuple[str, tuple[tuple[float, float], ...]]:
             _, start, end = line.split()[:3]
             bounds = float(start), float(end)
         except ValueError:
-            raise DataError(f"{path}, line {number}: {line[:60]!r} has no word, start and end; mend it") from None
-        if not 0 <= bounds[0] <= bounds[1] < math.inf:
-            raise DataError(f"{path}, line {number}: a word from {bounds[0]} s to {bounds[1]} s; mend the times")
+            raise DataError(f"{path}, line {number}: {line[:60]!r} has no word, start and end; fix it") from None
+        if not 0 <= bounds[0] <= bounds[1] <= LONGEST_S:
+            raise DataError(f"{path}, line {number}: a word from {bounds[0]} s to {bounds[1]} s; fix the times")
         words.append(bounds)
     return " ".join(texts[0]).lower(), tuple(words) if len(words) == len(texts[0]) else ()
 
@@ -139,7 +153,7 @@ def load_samples(folder: Path, recording: Recording) -> np.ndarray:
 
 
 class _Sentence(NamedTuple):
-    """What a sentence of :func:`make_data` is spoken with."""
+    """The voice and settings of a sentence of :func:`make_data`."""
 
     name: str
     text: str
@@ -159,7 +173,7 @@ def make_data(
     state from one sentence to the next.
     """
     if train < 1 or test < 1:
-        raise DataError(f"{train} sentences to train on and {test} to test; use at least 1 of each")
+        raise DataError(f"{train} training sentences and {test} test sentences; use at least 1 of each")
     if workers < 1:
         raise DataError(f"{workers} workers; use at least 1")
     if (out / MANIFEST).exists():

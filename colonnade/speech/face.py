@@ -25,7 +25,7 @@ from colonnade.speech.video import brightness
 PACKAGE = "facenet_pytorch"
 NETWORKS = ("pnet", "rnet", "onet")
 THRESHOLDS = (0.6, 0.7, 0.7)
-"""Least score of a window after each network."""
+"""Minimum score of a window after each network."""
 CELL, STRIDE, FACTOR = 12, 2, 0.709
 """Window and stride of network P [pixels]; the ratio of neighbouring scales of the pyramid."""
 SMALLEST_SHARE = 0.15
@@ -254,7 +254,7 @@ def _moved(boxes: Tensor, shift: Tensor) -> Tensor:
 
 
 def _windows(x_1CHW: Tensor, boxes: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Squares around boxes, and their pictures (n, 3, size, size); those outside of the picture are left out."""
+    """Squares around boxes, and their pictures (n, 3, size, size); those outside the picture are skipped."""
     height, width = x_1CHW.shape[2:]
     half = (boxes[:, 2:] - boxes[:, :2]).amax(1, keepdim=True) / 2
     middle = (boxes[:, :2] + boxes[:, 2:]) / 2

@@ -68,7 +68,7 @@ class Features:
         return -(-samples // FRAME)
 
     def __call__(self, samples: Tensor, first: int = 0, total: int | None = None) -> Tensor:
-        """(T, width) from ``before`` samples and T whole frames of them; the number of the first does not matter."""
+        """(T, width) from ``before`` samples and T whole frames of them; the index of the first does not matter."""
         if not self.samples:
             return log_mel(samples, self.filters, self.history)
         T = (len(samples) - self.before) // FRAME

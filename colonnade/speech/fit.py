@@ -66,7 +66,7 @@ class FitSettings(NamedTuple):
     rooms: bool = True
     """With ``augment``: apply rooms and codecs, too."""
     pretrained: Path | None = None
-    """A recogniser of the same shapes whose weights training begins with."""
+    """A recogniser of the same shapes that provides the initial weights."""
 
 
 def fit(
@@ -82,11 +82,11 @@ def fit(
     ``data`` is a folder of recordings, or those to train on, loaded.
 
     ``run/metrics.jsonl`` has a line per step. After SIGTERM or SIGINT the step is finished and saved, and Interrupted
-    is raised. Raises ConfigError for impossible settings, CheckpointError for a run of another recogniser or one in
+    is raised. Raises ConfigError for impossible settings, CheckpointError for a run of a different recogniser or one in
     use.
     """
     if min(settings.steps, settings.batch, settings.save_every) < 1 or settings.lr <= 0 or settings.warmup < 0:
-        raise ConfigError(f"{settings}: steps, batch, save_every and lr must be above 0, warmup not below")
+        raise ConfigError(f"{settings}: steps, batch, save_every and lr must be above 0, warmup at least 0")
     corpus = data if isinstance(data, Corpus) else Corpus(data, config, "train", settings.noises)
     with RunLock(run, SOLO) as lock, StopSignal(SOLO) as stop, ExitStack() as stack:
         remove_partials(run)
@@ -117,7 +117,7 @@ def fit(
                 parameter.grad = gradient
             norm = torch.nn.utils.clip_grad_norm_(parameters, 5.0)
             if not torch.isfinite(norm):
-                raise DataError(f"step {step}: the gradient is not finite; lower --lr, or look at the recordings")
+                raise DataError(f"step {step}: the gradient is not finite; lower --lr, or check the recordings")
             optimizer.step()
             metrics.record(step + 1, {"loss": loss, "grad_norm": norm.item(), "lr": lr, "labels": labels})
             if log is not None:
@@ -137,7 +137,7 @@ def fit(
 @contextmanager
 def _workers(count: int) -> Iterator[ThreadPoolExecutor]:
     """Threads for the parts of a batch. With two of them torch uses one thread each: the products are too small to
-    divide.
+    split.
     """
     threads = torch.get_num_threads()
     own = 1 if count > 1 else threads
@@ -271,7 +271,7 @@ def _start_from(model: SpeechModel, folder: Path) -> None:
     if differ or (other.config.pieces or other.config.letters) != (model.config.pieces or model.config.letters):
         raise ConfigError(
             f"{folder} has other shapes or labels{f' ({min(differ)} differs)' if differ else ''}; train its preset, "
-            "or choose another recogniser to begin with"
+            "or choose another recogniser to start from"
         )
     model.load_state_dict(given)
 
@@ -283,10 +283,10 @@ def _newest(run: Path) -> Path | None:
 def _resume(folder: Path, config: SpeechConfig) -> tuple[SpeechModel, int, dict[str, Tensor]]:
     model = SpeechModel.load(folder)
     if model.config != config:
-        raise CheckpointError(f"{folder} is of another recogniser; choose another --run, or its settings")
+        raise CheckpointError(f"{folder} is a run of a different recogniser; choose another --run, or use its settings")
     path = folder / "optimizer.safetensors"
     if not path.is_file():
-        raise CheckpointError(f"{folder} has no optimizer state, so it cannot be continued; choose another --run")
+        raise CheckpointError(f"{folder} has no optimizer state, so it cannot be resumed; choose another --run")
     return model, int(read_json(folder / "speech.json")["step"]), load_file(path)
 
 

@@ -72,7 +72,7 @@ class FrontEnd(nn.Module):
             a_TF = torch.where(frames.heard_T[:, None], a_TF, 0.0)
         if self.video is None or self.fusion is None:
             if frames.pictures_seen is not None:
-                raise DataError("this recogniser has no pictures; leave them out, or train the preset speech-tiny-av")
+                raise DataError("this recogniser has no pictures; remove them, or train the preset speech-tiny-av")
             return a_TF
         v_TF = torch.zeros_like(a_TF)
         if frames.pictures_seen is not None:
@@ -82,7 +82,7 @@ class FrontEnd(nn.Module):
 
 
 def join_frames(parts: Sequence[Frames]) -> Frames:
-    """One after another; either all or none of ``parts`` say which frames have audio, or a picture."""
+    """Concatenate ``parts``; either all or none of them say which frames have audio, or a picture."""
 
     def joined(tensors: Sequence[Tensor | None]) -> Tensor | None:
         given = [x for x in tensors if x is not None]

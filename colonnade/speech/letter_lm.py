@@ -5,10 +5,11 @@ without its first letter:
 
     P(c | h) = (count(h c) + kinds(h) · P(c | h′)) / (count(h) + kinds(h))        kinds(h): different letters after h
 
-The text is stored as one integer for each place, its next ORDER letters in BITS each, sorted: all counts after a
+The text is stored as one integer for each position, its next ORDER letters in BITS each, sorted: all counts after a
 context are differences of positions that a binary search finds, so there are no tables of n-grams.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -21,13 +22,13 @@ from colonnade.errors import ConfigError, DataError
 
 ORDER, BITS = 12, 5
 CACHED = 1 << 16
-"""Most contexts whose probabilities are kept."""
+"""Maximum number of contexts with cached probabilities."""
 START = 0
-"""In the place of a letter: the start of a text, and its end. It is the label of the blank."""
+"""Used instead of a letter: the start of a text, and its end. It is the label of the blank."""
 
 
 class LetterModel:
-    """Probabilities of the next letter after the last ORDER − 1, from texts in a recogniser's letters."""
+    """Probabilities of the next letter after the last ORDER − 1, from text in a recogniser's letters."""
 
     def __init__(self, config: SpeechConfig, texts: Iterable[str]):
         if config.pieces or config.vocab_size > 1 << BITS:
@@ -36,8 +37,8 @@ class LetterModel:
             )
         labels = [label for text in texts if text for label in (START, *config.labels(text))]
         if not labels:
-            raise DataError("a letter model needs text; give some")
-        self.labels = config.vocab_size
+            raise DataError("a letter model needs text; pass some")
+        self.labels, self.letters = config.vocab_size, config.letters
         padded = np.array([*labels, *[START] * ORDER], np.int64)
         keys = np.zeros(len(labels), np.int64)
         for i in range(ORDER):
@@ -46,7 +47,7 @@ class LetterModel:
         self._kept: dict[tuple[int, ...], np.ndarray] = {}
 
     def probabilities(self, context: tuple[int, ...]) -> np.ndarray:
-        """P of each label after ``context``, labels of which the first may be START; START is the end of the text."""
+        """P of each label after ``context``, which may begin with START; the next label START ends the text."""
         context = context[-(ORDER - 1) :]
         found = self._kept.get(context)
         if found is None:
@@ -69,7 +70,7 @@ class LetterModel:
 class Fusion(NamedTuple):
     """Adds ``weight`` · log Σ share · P + ``bonus`` of each letter to a hypothesis' score.
 
-    A model of few texts of one's own beside one of much other text is better than one of both.
+    A model of a little in-domain text combined with one of much other text is better than one model of both.
     """
 
     models: tuple[LetterModel, ...]
@@ -79,8 +80,28 @@ class Fusion(NamedTuple):
     bonus: float = 0.0
     """Logarithms below 0 prefer texts of few letters; the bonus makes up for it."""
 
+    def check(self, config: SpeechConfig) -> None:
+        """Raise :class:`ConfigError` unless this applies to a recogniser of ``config``."""
+        for model in self.models:
+            if config.pieces or model.letters != config.letters:
+                raise ConfigError(
+                    f"the language model has the letters {model.letters!r}, and the recogniser others; make it with "
+                    "the recogniser's config"
+                )
+        shares = self.shares or (1.0,)
+        valid = min(shares) >= 0 and abs(sum(shares) - 1) < 1e-6
+        if not self.models or len(self.shares) not in (0, len(self.models)) or not valid:
+            raise ConfigError(
+                f"{len(self.models)} language models with the shares {self.shares}; give a share for each, not below "
+                "0, with the sum 1"
+            )
+        if not (0 <= self.weight < math.inf and math.isfinite(self.bonus)):
+            raise ConfigError(
+                f"weight {self.weight} and bonus {self.bonus}; give finite numbers, the weight not below 0"
+            )
+
     def logprobs(self, contexts: Sequence[tuple[int, ...]]) -> Tensor:
-        """What is added for each label after each context, (R, V), float64."""
+        """The score added to each label after each context, (R, V), float64."""
         shares = self.shares or (1 / len(self.models),) * len(self.models)
         pairs = list(zip(shares, self.models, strict=True))
         mixed = [np.sum([share * model.probabilities(each) for share, model in pairs], 0) for each in contexts]

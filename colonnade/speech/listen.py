@@ -62,11 +62,11 @@ class _Stream:
 
 
 class Listeners:
-    """At most ``streams`` streams at once, in constant memory; greedy, or with ``beam`` hypotheses a stream, of
-    which ``fusion`` adds a language model to the scores.
+    """At most ``streams`` streams at once, in constant memory; greedy, or with ``beam`` hypotheses per stream;
+    ``fusion`` adds a language model to their scores.
 
-    Deltas are final: greedy labels at once, those of a beam when all hypotheses agree, and the rest at the end. A
-    picture belongs to the frame of its number. Once a stream has pictures, audio waits up to LAG frames for them; a
+    Deltas are final: greedy labels immediately, those of a beam when all hypotheses agree, and the rest at the end. A
+    picture belongs to the frame with its number. Once a stream has pictures, audio waits up to LAG frames for them; a
     frame whose picture arrives later or never is recognised from audio alone.
     """
 
@@ -92,7 +92,7 @@ class Listeners:
 
     @torch.inference_mode()
     def push(self, stream: int, samples: Tensor, pictures: Tensor | None = None) -> None:
-        """Add samples at 16 kHz, and the next pictures (t, height, width), one a frame."""
+        """Add samples at 16 kHz, and the next pictures (t, height, width), one per frame."""
         own = self._stream(stream)
         check_samples(samples)  # a failing call must not change the state
         if pictures is not None:
@@ -165,7 +165,9 @@ class Listeners:
         if not bool(torch.isfinite(pictures).all()):
             raise DataError("pictures with NaN or infinity; check the camera")
         if last - own.made >= MOST_AHEAD:
-            raise DataError(f"pictures are more than {MOST_AHEAD} frames ahead of the sound; send them in step")
+            raise DataError(
+                f"pictures are more than {MOST_AHEAD} frames ahead of the sound; send both at the same pace"
+            )
 
     def _see(self, own: _Stream, frame: int, picture: Tensor) -> None:
         if frame >= own.made:
@@ -239,14 +241,14 @@ def listen_film(
     lookahead: int | None = None,
     beam: int | None = None,
 ) -> Iterator[str]:
-    """As :func:`listen`, of the sound of a film in ``chunks`` and its pictures.
+    """As :func:`listen`, for the sound of a video in ``chunks`` and its pictures.
 
     ``crop``: "mouth" or "face" finds the face and cuts out this part (:mod:`colonnade.speech.face`), "none" takes the
     whole picture, scaled to the recogniser's size.
     """
     size = model.config.picture
     if not size:
-        raise DataError("this recogniser has no pictures; leave out the crop, or use one that was trained with mouths")
+        raise DataError("this recogniser has no pictures; remove the crop, or use one that was trained with mouths")
     tracker = None if crop == "none" else FaceTracker(face_detector(), size, crop)
     listeners, clock, samples_s = Listeners(model, beam=beam), PictureClock(), 0.0
     stream = listeners.open(segment, lookahead)

@@ -1,8 +1,8 @@
 """Whisper's spectrograms (arXiv 2212.04356, section 2.2; the sizes are those of the authors' code).
 
 16 kHz mono audio, windows of 400 samples (Hann) every 160, power in mel bands, logarithm to base 10, cut 8 below the
-maximum, (x + 4) / 4. The mel scale is Slaney's: linear below 1 kHz (200/3 Hz a band), logarithmic above (27 steps for a
-factor of 6.4); each band is a triangle of area 1.
+maximum, (x + 4) / 4. The mel scale is Slaney's: linear below 1 kHz (200/3 Hz per band), logarithmic above (27 steps for
+a factor of 6.4); each band is a triangle of area 1.
 """
 
 import math

@@ -16,7 +16,7 @@ SNRS = (None, 7.5, 2.5, -2.5, -7.5)
 def mix(signal: np.ndarray, noise: np.ndarray, snr_db: float) -> np.ndarray:
     """``signal`` with ``noise``, which is repeated to its length."""
     if not len(noise) or not np.isfinite(snr_db):
-        raise DataError(f"{len(noise)} samples of noise at {snr_db} dB; give some, at a finite ratio")
+        raise DataError(f"{len(noise)} samples of noise at {snr_db} dB; use at least one, at a finite ratio")
     noise = np.resize(noise, len(signal)).astype(np.float32)
     power, noise_power = (float(np.mean(np.square(x, dtype=np.float64))) if len(x) else 0.0 for x in (signal, noise))
     if noise_power == 0:
@@ -40,7 +40,7 @@ def pink(samples: int, random: np.random.Generator) -> np.ndarray:
 def babble(recordings: Sequence[np.ndarray], samples: int, random: np.random.Generator) -> np.ndarray:
     """Mixes 8 to 20 of the recordings with equal power, each from a random position."""
     if not any(len(x) for x in recordings):
-        raise DataError("babble needs recordings with samples; give some")
+        raise DataError("babble needs recordings with samples; add some")
     spoken = [x for x in recordings if len(x)]
     total = np.zeros(samples, np.float32)
     for _ in range(random.integers(8, 21)):

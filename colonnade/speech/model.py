@@ -49,13 +49,16 @@ LETTER_WEIGHT = 0.5
 class SpeechModel(nn.Module):
     """Parameters are drawn from ``seed``, the same for every number of tp ranks.
 
-    The encoder's heads and hidden units and the joint network's labels are sharded over tp; all else is replicated.
+    The encoder's heads and hidden units and the joint network's labels are sharded over tp; everything else is
+    replicated.
     """
 
     def __init__(self, config: SpeechConfig, seed: int = 0, dtype: torch.dtype = torch.float32, axes: Axes = SOLO_AXES):
         super().__init__()
         if config.heads % axes.tp.size:
-            raise PlanError(f"{config.heads} heads do not divide over tp={axes.tp.size}; use a divisor of the heads")
+            raise PlanError(
+                f"{config.heads} heads cannot be divided over tp={axes.tp.size}; use a divisor of the heads"
+            )
         self.config, self.axes = config, axes
         self.all_sizes = [Segments(*sizes) for sizes in config.trained_sizes]
         """All trained sizes."""
@@ -140,7 +143,7 @@ class SpeechModel(nn.Module):
     ) -> Tensor:
         """The loss per label, averaged over the batch.
 
-        ``letters_P`` are the letter targets of all recordings, one each 10 ms, UNKNOWN for a recording without times.
+        ``letters_P`` are the letter targets of all recordings, one per 10 ms, UNKNOWN for a recording without times.
         """
         y_TD = self.encode(x_TD, lengths, sizes)
         transducer = self.joint.loss(self.out(y_TD), self.predictor(labels), lengths, labels).sum()
@@ -171,9 +174,11 @@ class SpeechModel(nn.Module):
     def search(self, streams: int, beam: int | None = None, fusion: Fusion | None = None) -> Search:
         """A search over ``streams`` streams: greedy, or with ``beam`` hypotheses of each and a language model."""
         most = self.config.max_labels
+        if fusion is not None:
+            fusion.check(self.config)
         if beam is None:
             if fusion is not None:
-                raise ConfigError("greedy search has no language model; give a beam, such as 10")
+                raise ConfigError("greedy search does not use a language model; set a beam, such as 10")
             return GreedySearch(self.predictor, self.joint.logprobs, streams, max_labels=most)
         return BeamSearch(self.predictor, self.joint.logprobs, streams, beam=beam, max_labels=most, fusion=fusion)
 
@@ -201,7 +206,7 @@ class SpeechModel(nn.Module):
         beam: int | None = None,
         fusion: Fusion | None = None,
     ) -> list[str]:
-        """The texts of whole recordings, by greedy or beam search over all at once."""
+        """The transcripts of whole recordings, by greedy or beam search over all together."""
         search = self.search(len(lengths), beam, fusion)
         found = search.deltas(self.out(self.encode(x_TD, lengths, sizes)).split(list(lengths)))
         texts = [self.config.text([*labels, *search.finish(i)]) for i, labels in enumerate(found)]
@@ -214,8 +219,10 @@ class SpeechModel(nn.Module):
             raise ConfigError("this recogniser's labels are pieces of words, and only letters are aligned; use another")
         sound_TA = self.features(samples)
         labels = self.config.labels(text)
+        if not text.strip():
+            raise DataError("the text to align is empty; pass the words that are spoken")
         if not len(sound_TA):
-            raise DataError("a recording of 0 samples has no words; give a longer one")
+            raise DataError("a recording of 0 samples has no words; use a longer one")
         y_TD = self.encode(self.frames(sound_TA, pictures), [len(sound_TA)])
         spans = ctc.align(self.letter_logprobs(y_TD), labels)
         return word_times(text, spans, delayed_parts(self.config))
@@ -238,14 +245,14 @@ class SpeechModel(nn.Module):
     def load(folder: Path, axes: Axes = SOLO_AXES, dtype: torch.dtype = torch.float32) -> "SpeechModel":
         """Read a checkpoint, this rank's share of it; raises CheckpointError for an incomplete or foreign one.
 
-        ``folder`` may also be a model nemotron_asr_streaming in Hugging Face's format.
+        ``folder`` may also be a nemotron_asr_streaming model in Hugging Face's format.
         """
         if nemotron.is_nemotron(folder):
             config = nemotron.read_config(folder)
             return _filled(folder, config, nemotron.read_weights(folder, config), axes, dtype)
         Manifest.read(folder).check_sizes(folder)
         if not (folder / "speech.json").is_file():
-            raise CheckpointError(f"{folder} is not a speech recogniser; give a folder that speech train wrote")
+            raise CheckpointError(f"{folder} is not a speech recogniser; use a folder written by speech train")
         config = SpeechConfig(**read_json(folder / "speech.json").get("config", {}))
         try:
             tensors = load_file(folder / "model.safetensors")

@@ -44,7 +44,7 @@ def draw_mouths(phonemes: Sequence[Phoneme], frames: int, size: int, random: np.
 
 
 def _edge(value: np.ndarray) -> np.ndarray:
-    """1 inside of the curve value = 1, 0 outside, smooth between."""
+    """1 inside of the curve value = 1, 0 outside, smooth in between."""
     return 1 / (1 + np.exp(np.clip(8 * (value - 1), -30, 30)))
 
 

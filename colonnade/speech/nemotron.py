@@ -1,7 +1,7 @@
 """Reads a folder with ``model_type`` nemotron_asr_streaming in Hugging Face's format: config, tokenizer, weights.
 
-The names of its tensors are those of transformers; ours differ in three things. Queries, keys and values are one
-matrix, whose rows go by head. Label 0 is the blank, which is the last one there: rows of embedding and joint network
+The names of its tensors are those of transformers; ours differ in three ways. Queries, keys and values are one
+matrix, whose rows go by head. Label 0 is the blank, which is the last label there: rows of embedding and joint network
 move by one. Convolutions of kernel 1 are matrices.
 """
 
@@ -94,7 +94,7 @@ def _pieces(folder: Path, count: int) -> tuple[str, ...]:
 
 
 def read_weights(folder: Path, config: SpeechConfig) -> dict[str, Tensor]:
-    """All tensors by our names; raises CheckpointError if one is missing, left over or damaged."""
+    """All tensors by our names; raises CheckpointError if one is missing, unexpected or damaged."""
     files = sorted(folder.glob("model*.safetensors"))
     if not files:
         raise CheckpointError(f"{folder} has no {WEIGHTS}; complete the download")

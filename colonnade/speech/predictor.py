@@ -85,7 +85,7 @@ class LstmPredictor(nn.Module):
         return zeros, zeros
 
     def step(self, label_R: Tensor, states: States) -> tuple[Tensor, States]:
-        """(p_RD, the new state). On a CPU ``nn.LSTM`` lays out its weights anew in each call, which takes longer than
+        """(p_RD, the new state). On a CPU ``nn.LSTM`` lays out its weights again in each call, which takes longer than
         the step.
         """
         x_RD = self.norm(self.embed(label_R))

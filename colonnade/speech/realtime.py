@@ -68,7 +68,7 @@ class RealtimeSession:
         await self._emit("session.created", session=self._session())
 
     async def receive(self, message: str) -> None:
-        """Answer one message of the client."""
+        """Handle one message of the client."""
         event_id = None
         try:
             event = _parse(message)
@@ -77,7 +77,7 @@ class RealtimeSession:
             handler = self._handlers().get(kind)
             if handler is None:
                 raise RequestError(
-                    f"event type {str(kind)[:64]!r} is unknown here; use {', '.join(self._handlers())}", param="type"
+                    f"event type {str(kind)[:64]!r} is unknown; use {', '.join(self._handlers())}", param="type"
                 )
             await handler(event)
         except (RequestError, DataError) as error:
@@ -103,7 +103,7 @@ class RealtimeSession:
     async def _update(self, event: Event) -> None:
         session = _table(event, "session")
         if session.get("type", "transcription") != "transcription":
-            raise RequestError("session.type is not transcription, all that is served here", param="session.type")
+            raise RequestError("session.type is not transcription, the only type served here", param="session.type")
         audio = _table(_table(session, "audio", "session."), "input", "session.audio.")
         form = _table(audio, "format", "session.audio.input.")
         if form.get("type", "audio/pcm") != "audio/pcm":
@@ -120,7 +120,7 @@ class RealtimeSession:
             )
         if audio.get("turn_detection") is not None:
             raise RequestError(
-                "turns are not detected here; set turn_detection to null, and commit",
+                "turn detection is not supported; set turn_detection to null, and commit",
                 param="session.audio.input.turn_detection",
             )
         sizes = self._sizes(transcription)
@@ -147,14 +147,14 @@ class RealtimeSession:
             raise RequestError(str(error), param=path) from None
 
     def _cropper(self, video: Event) -> FaceTracker | None:
-        """What crops the pictures of a session whose video input is updated by ``video``."""
+        """The cropper for the pictures of a session with the video settings ``video``."""
         if "crop" not in video:
             return self.tracker
         size, region = self.engine.listeners.model.config.picture, video["crop"]
         if region is None:
             return None
         if not isinstance(region, str) or region not in REGIONS or not size:
-            able = f"null, {' or '.join(REGIONS)}" if size else "null: this recogniser takes no pictures"
+            able = f"null, {' or '.join(REGIONS)}" if size else "null: this recogniser does not accept pictures"
             raise RequestError(f"crop is {str(region)[:64]!r}; use {able}", param="session.video.input.crop")
         return FaceTracker(face_detector(), size, region)
 
@@ -174,7 +174,7 @@ class RealtimeSession:
     async def _append_picture(self, event: Event) -> None:
         size = self.engine.listeners.model.config.picture
         if not size:
-            raise RequestError(f"{self.model} takes no pictures; send sound only", param="type")
+            raise RequestError(f"{self.model} does not accept pictures; send sound only", param="type")
         time_s = _time_s(event)
         if time_s is None:
             raise RequestError("time_us is missing; send when the picture was taken, in microseconds", param="time_us")
@@ -187,7 +187,7 @@ class RealtimeSession:
         else:
             picture = await asyncio.to_thread(lambda: tracker.crop(decode_rgb(data)))
         frame = self._clock.frame(time_s)
-        if frame >= 0 and picture is not None:  # without a face, text goes on by sound
+        if frame >= 0 and picture is not None:  # without a face, text continues by sound
             await self.engine.see(await self._open(), frame, picture)
 
     async def _open(self) -> int:
@@ -200,7 +200,7 @@ class RealtimeSession:
     async def _commit(self, event: Event) -> None:
         seconds = self._samples / self.rate
         if self._stream is None or seconds < SHORTEST_S:
-            raise RequestError(f"the buffer has {seconds:.3f} s of sound; a commit needs {SHORTEST_S} s or more")
+            raise RequestError(f"the buffer has {seconds:.3f} s of sound; a commit needs at least {SHORTEST_S} s")
         await self._emit("input_audio_buffer.committed", item_id=self._item, previous_item_id=self._previous)
         content = [{"type": "input_audio", "transcript": None}]
         item = {"id": self._item, "type": "message", "role": "user", "status": "completed", "content": content}

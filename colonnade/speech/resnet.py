@@ -1,7 +1,7 @@
 """Residual front ends: 512 features of a frame's samples, and of its pictures.
 
-    sound     Conv1d 1 → 64 (80 samples, stride 4)       ResNet-18 in one dimension, mean over 20 places     3.85 M
-    pictures  Conv3d 1 → 64 (5 × 7 × 7, stride 1 2 2)    max-pool, ResNet-18, mean over places              11.18 M
+    sound     Conv1d 1 → 64 (80 samples, stride 4)       ResNet-18 in one dimension, mean over 20 positions   3.85 M
+    pictures  Conv3d 1 → 64 (5 × 7 × 7, stride 1 2 2)    max-pool, ResNet-18, mean over positions            11.18 M
 
 They are those of Auto-AVSR (Ma et al., arXiv 2303.14307), applied to each frame separately: the first audio convolution
 reads the 76 samples before the frame, the first picture convolution is causal in time, and the residual blocks are
@@ -33,7 +33,7 @@ class Residual(nn.Module):
             self.skip = nn.Sequential(conv(inputs, outputs, 1, stride, bias=False), norm(outputs))
 
     def forward(self, x: Tensor) -> Tensor:
-        """The same number of dimensions, each place divided by the stride."""
+        """The same number of dimensions, with the size of each divided by the stride."""
         y = self.norm2(self.conv2(self.act(self.norm1(self.conv1(x)))))
         return self.act(y + (x if self.skip is None else self.skip(x)))
 
@@ -63,7 +63,7 @@ class SoundResNet(nn.Module):
         self.trunk = trunk(1)
 
     def forward(self, samples_TA: Tensor) -> Tensor:
-        """The mean over the places of each frame."""
+        """The mean over the positions of each frame."""
         return self.trunk(self.stem(samples_TA[:, None])).mean(2)
 
 
@@ -79,5 +79,5 @@ class PictureResNet(nn.Module):
         self.trunk = trunk(2)
 
     def forward(self, pictures: Tensor) -> Tensor:
-        """The mean over the places of each picture."""
+        """The mean over the positions of each picture."""
         return self.trunk(self.stem(pictures)).mean((2, 3))

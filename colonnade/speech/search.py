@@ -1,10 +1,10 @@
 """Greedy and time-synchronous beam search over a transducer's labels, batched over streams.
 
 Both keep state between calls, so a stream may arrive in segments of any length: the final result does not depend on
-where the segments were cut. ``deltas`` returns labels that are final: greedy ones at once, a beam's when all
+where the segments were cut. ``deltas`` returns labels that are final: greedy ones immediately, a beam's when all
 hypotheses agree; ``finish`` returns the rest of a stream that has ended. At each frame a hypothesis emits labels until
-it emits the blank, which moves it to the next frame (Graves, arXiv 1211.3711, section 2.5). Hypotheses of equal labels
-are merged: their probabilities are summed. A language model's log-probabilities may be added to a beam's scores
+it emits the blank, which moves it to the next frame (Graves, arXiv 1211.3711, section 2.5). Hypotheses with equal
+labels are merged: their probabilities are summed. A language model's log-probabilities may be added to a beam's scores
 (:mod:`colonnade.speech.letter_lm`).
 """
 
@@ -63,7 +63,7 @@ class GreedySearch:
     def push(self, frames: Sequence[Tensor]) -> list[list[tuple[int, int]]]:
         """The new (frame, label) pairs of each stream, from its new frames (t, D); t may be 0."""
         if len(frames) != len(self.frames):
-            raise DataError(f"{len(frames)} runs of frames for {len(self.frames)} streams; give one for each")
+            raise DataError(f"{len(frames)} runs of frames for {len(self.frames)} streams; pass one per stream")
         found: list[list[tuple[int, int]]] = [[] for _ in frames]
         for t in range(max(map(len, frames), default=0)):
             rows = [r for r, own in enumerate(frames) if t < len(own)]
@@ -108,7 +108,7 @@ class Hypothesis:
 class BeamSearch:
     """The ``beam`` most probable hypotheses of each stream.
 
-    After each frame, the labels that all hypotheses begin with are taken off them. If more than MOST_OPEN labels
+    After each frame, the labels that all hypotheses begin with are removed from them. If more than MOST_OPEN labels
     remain, hypotheses whose first label is not that of the best one are dropped. So a stream's memory is constant.
     """
 
@@ -146,12 +146,12 @@ class BeamSearch:
     def push(self, frames: Sequence[Tensor]) -> None:
         """Continue each stream by its new frames (t, D); t may be 0."""
         if len(frames) != len(self.hypotheses):
-            raise DataError(f"{len(frames)} runs of frames for {len(self.hypotheses)} streams; give one for each")
+            raise DataError(f"{len(frames)} runs of frames for {len(self.hypotheses)} streams; pass one per stream")
         for t in range(max(map(len, frames), default=0)):
             self._frame({r: own[t] for r, own in enumerate(frames) if t < len(own)})
 
     def best(self, stream: int) -> list[Hypothesis]:
-        """The stream's hypotheses by score / (labels + 1), best first: short texts are not preferred."""
+        """The stream's hypotheses by score / (labels + 1), best first: short text is not preferred."""
         before = self.committed[stream] + 1
         return sorted(self.hypotheses[stream], key=lambda h: -h.score / (before + len(h.labels)))
 
@@ -166,7 +166,7 @@ class BeamSearch:
         return list(self.best(stream)[0].labels)
 
     def _commit(self, stream: int) -> None:
-        """Take final labels off the hypotheses."""
+        """Remove final labels from the hypotheses."""
         while True:
             labels, own = self.stable(stream), self.hypotheses[stream]
             own = self.hypotheses[stream] = [replace(h, labels=h.labels[len(labels) :]) for h in own]

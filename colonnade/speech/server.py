@@ -111,7 +111,8 @@ class SpeechServer:
             state, protocol = self._admit(websocket)
             excess = await state.start() if state else None
             if excess:
-                raise RequestError("this API key is at a limit; try later", status=429, code="rate_limit_exceeded")
+                what = "this API key has reached a limit; try again later"
+                raise RequestError(what, status=429, code="rate_limit_exceeded")
         except RequestError as refusal:
             self.counts["refused"] += 1
             await websocket.send_denial_response(error_reply(refusal))
@@ -146,7 +147,7 @@ class SpeechServer:
                     return
                 await session.receive(message["text"])
         except TimeoutError:
-            await self._close(websocket, 1008, "nothing was sent for too long")
+            await self._close(websocket, 1008, "nothing was received for too long")
         except WebSocketDisconnect:
             return
         finally:
@@ -174,14 +175,14 @@ class SpeechServer:
         state, protocol = self._authenticate(websocket)
         query = websocket.query_params
         if self.draining or self.engine.failure:
-            raise RequestError("the server stops; use another one", status=503, code="server_stopping")
+            raise RequestError("the server is stopping; use another one", status=503, code="server_stopping")
         if query.get("intent") != "transcription":
-            raise RequestError("add ?intent=transcription: this server does nothing else", param="intent")
+            raise RequestError("add ?intent=transcription: this server only transcribes", param="intent")
         if query.get("model", self.name) != self.name:
             raise RequestError(f"the model is not served here; use {self.name}", param="model", status=404)
         if len(self.sessions) >= self.engine.streams:
             raise RequestError(
-                f"all {self.engine.streams} streams are in use; try later", status=503, code="server_busy"
+                f"all {self.engine.streams} streams are in use; try again later", status=503, code="server_busy"
             )
         return state, protocol
 
@@ -308,7 +309,7 @@ async def _serve(
             announce(f"serving {server.name} at {url_of(listener)} (a page at /speech; Ctrl-C stops)")
             await wait_first(stop.wait(), http.closed.wait())
             running = plural(len(server.sessions), "stream")
-            announce(f"stopping: {running} may run for {config.drain_s:g} s; Ctrl-C again ends now")
+            announce(f"stopping: {running} may run for {config.drain_s:g} s; press Ctrl-C again to exit now")
             await wait_first(server.drain(config.drain_s), again.wait())
             if again.is_set():
                 http.force_exit = True

@@ -119,7 +119,7 @@ class StreamEngine:
 
     async def _ask(self, run: Callable[[], int | None], waits: bool = True) -> str:
         if self.failure is not None:
-            raise WorkerError(f"the recogniser has failed: {self.failure}; start the server again")
+            raise WorkerError(f"the recogniser has failed: {self.failure}; restart the server")
         loop = asyncio.get_running_loop()
         call = _Call(run, loop, loop.create_future(), waits)
         self._calls.put(call)
@@ -138,10 +138,10 @@ class StreamEngine:
         finally:
             self.failure = self.failure or RuntimeError("the server has stopped")
             for call, _ in self._waiting.values():
-                call.answer(WorkerError(f"the recogniser has ended: {self.failure}; start the server again"))
+                call.answer(WorkerError(f"the recogniser has stopped: {self.failure}; restart the server"))
             while not self._calls.empty():
                 if (call := self._calls.get()) is not None:
-                    call.answer(WorkerError(f"the recogniser has ended: {self.failure}; start the server again"))
+                    call.answer(WorkerError(f"the recogniser has stopped: {self.failure}; restart the server"))
 
     def _take(self) -> bool:
         """Run pending calls; waits for one if there is nothing to compute. Returns False to stop."""
@@ -156,7 +156,7 @@ class StreamEngine:
                 call.answer(error)
                 continue
             except BaseException as error:
-                call.answer(WorkerError(f"the recogniser has failed: {error}; start the server again"))
+                call.answer(WorkerError(f"the recogniser has failed: {error}; restart the server"))
                 raise
             if call.waits and result is not None:
                 self._waiting[result] = call, []

@@ -7,7 +7,7 @@ area 1 on Slaney's scale. Then log₂ f stages, each of stride 2 and kernel 3 in
     others      relu(pointwise(depthwise x))              C channels
     output      W [channels × bands left]                 one vector every f spectra
 
-Output i of a stage reads its inputs 2i − 2, 2i − 1 and 2i; what is before the first or after the last is 0. So frame t
+Output i of a stage reads its inputs 2i − 2, 2i − 1 and 2i; inputs before the first and after the last are 0. So frame t
 reads the 2f − 1 spectra that end with spectrum f·t. Each frame is computed from those alone, whole or streamed, which
 computes some rows of the first stages twice; a row that is before the beginning or after the end is marked in the
 features, because 0 goes into the next stage in its place.
@@ -103,7 +103,7 @@ class Subsampling(nn.Module):
         self.factor = config.width**0.5 if config.scale_input else 1.0
 
     def forward(self, sound_TA: Tensor) -> Tensor:
-        """One vector a frame."""
+        """One vector per frame."""
         spectra, *found = sound_TA.split([self.rows[0] * self.mels, *self.rows[1:]], 1)
         x_TCRF = self.first(self._pad(spectra.unflatten(1, (1, self.rows[0], self.mels))))
         for depthwise, pointwise, found_TR in zip(self.depthwise, self.pointwise, found, strict=True):
@@ -113,5 +113,5 @@ class Subsampling(nn.Module):
 
     @staticmethod
     def _pad(x_TCRF: Tensor) -> Tensor:
-        """In frequency; rows are given."""
+        """Pad in frequency only; the rows are complete."""
         return F.pad(x_TCRF, (KERNEL - 1, STRIDE - 1))

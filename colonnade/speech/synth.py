@@ -69,8 +69,8 @@ _Callback = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_short), ctype
 def _library() -> tuple[ctypes.CDLL, int]:
     """A private copy of espeak-ng, initialised, and its rate [Hz].
 
-    Loading the same file twice gives one library with one state: if anybody else calls espeak_Terminate, every later
-    espeak_Synth fails. A copy is another library; its file is needed only while it is loaded.
+    Loading the same file twice gives one library with one state: if other code calls espeak_Terminate, every later
+    espeak_Synth fails. A copy is a separate library; its file is needed only while it is loaded.
     """
     loader = require("espeakng_loader", "speech-data")
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
@@ -78,14 +78,14 @@ def _library() -> tuple[ctypes.CDLL, int]:
     synchronous, phoneme_events, no_exit = 2, 1, 0x8000
     rate = library["espeak_Initialize"](synchronous, 0, str(loader.get_data_path()).encode(), phoneme_events | no_exit)
     if rate <= 0:
-        raise ColonnadeError("espeak-ng does not start; install espeakng-loader again")
+        raise ColonnadeError("espeak-ng does not start; reinstall espeakng-loader")
     return library, rate
 
 
 def speak(text: str, voice: str = "en-us", speed: int = 170, pitch: int = 50) -> Spoken:
-    """``text`` in a voice of :data:`VOICES`; ``speed`` in words a minute, ``pitch`` 0 to 99."""
+    """``text`` in a voice of :data:`VOICES`; ``speed`` in words per minute, ``pitch`` 0 to 99."""
     if "\0" in text:
-        raise DataError("text with a null character; remove it")
+        raise DataError("text contains a null character; remove it")
     parts: list[np.ndarray] = []
     phonemes: list[Phoneme] = []
     starts: list[float] = []
@@ -115,7 +115,7 @@ def speak(text: str, voice: str = "en-us", speed: int = 170, pitch: int = 50) ->
         status = library["espeak_Synth"](data, ctypes.c_size_t(len(data) + 1), 0, 1, 0, utf8, None, None)
         if status:
             raise ColonnadeError(
-                f"espeak-ng cannot speak {text[:40]!r} (status {status}, {len(data)} bytes); start the process again"
+                f"espeak-ng cannot speak {text[:40]!r} (status {status}, {len(data)} bytes); restart the process"
             )
         library["espeak_Synchronize"]()
     samples = np.concatenate(parts).astype(np.float32) / 32768 if parts else np.zeros(0, np.float32)

@@ -51,7 +51,7 @@ class Window:
         self.length = 0
 
     def _memory(self, slots: range, T: int) -> InPages:
-        """What ``T`` tokens see of the source, whose new keys and values go to ``slots``."""
+        """Cross attention of ``T`` tokens to the source; its new keys and values go to ``slots``."""
         slots_S = torch.tensor(slots, dtype=torch.int64, device=self.device)
         return replace(InPages.of(self.cache, slots_S, [self.far], [self.frames], [T]), kernels=self.kernels)
 
@@ -112,11 +112,13 @@ class Transcriber:
     def __init__(self, model: Model, language: str = "en", *, temperature: float = 0.0, words: bool = False):
         """``temperature`` above 0 samples every window at it; 0 is greedy, with :data:`TEMPERATURES` as fallback.
 
-        ``words`` gives the time of each word, for one more pass of the decoder a window.
+        ``words`` gives the time of each word, at the cost of one more decoder pass per window.
         """
         encoder = model.config.encoder
         if encoder is None or encoder.reads != "audio":
-            raise RequestError(f"{model.source} reads no audio; use whisper-tiny.en, or the folder of another Whisper")
+            raise RequestError(
+                f"{model.source} does not read audio; use whisper-tiny.en, or the folder of another Whisper model"
+            )
         if encoder.context * 2 * HOP != WINDOW_S * RATE:
             raise CheckpointError(
                 f"{model.source} reads {encoder.context * 2 * HOP / RATE:g} s of audio, and Whisper reads {WINDOW_S} s"

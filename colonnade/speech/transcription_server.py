@@ -45,11 +45,11 @@ from colonnade.speech.transcript import Segment, word_rows, write_transcript
 from colonnade.speech.whisper_tokens import Model
 
 MAX_UPLOAD_BYTES = 25 << 20
-"""Largest body, OpenAI's limit, unless serve.max_body_bytes is set [bytes]."""
+"""Maximum body size, OpenAI's limit, unless serve.max_body_bytes is set [bytes]."""
 QUEUED_BODIES = 8
 """Bodies of maximum size that may be in memory at once (arriving, waiting or running); more if they are smaller."""
 LONGEST_S = 2 * 3600
-"""Longest recording [s]."""
+"""Maximum length of a recording [s]."""
 GRANULARITIES = "timestamp_granularities[]"
 FIELDS = ("file", "model", "language", "response_format", "temperature", GRANULARITIES)
 UNSUPPORTED: dict[str, tuple[object, ...]] = {
@@ -60,7 +60,7 @@ FORMATS = {"json": "application/json", "verbose_json": "application/json", "text
 
 
 def parse_multipart(content_type: str, body: bytes) -> dict[str, bytes]:
-    """The fields of a multipart/form-data body; raises :class:`RequestError` for another or a broken one."""
+    """The fields of a multipart/form-data body; raises :class:`RequestError` for any other or a malformed body."""
     header = Message()
     header["content-type"] = content_type
     boundary = header.get_param("boundary")
@@ -74,7 +74,7 @@ def parse_multipart(content_type: str, body: bytes) -> dict[str, bytes]:
         head, separator, value = part.partition(b"\r\n\r\n")
         name = _field_name(head)
         if not separator or name is None:
-            raise RequestError("a part of the multipart body has no name; send each field with one")
+            raise RequestError("a part of the multipart body has no name; send each field with a name")
         if name in fields and name != GRANULARITIES:
             raise RequestError(f"the field '{name[:80]}' is given twice; send it once", param=name[:80])
         fields[name] = fields[name] + b"," + value if name in fields else value
@@ -118,7 +118,7 @@ class _Options:
             )
         if "word" in self.granularities and self.format != "verbose_json":
             raise RequestError(
-                f"times of words need response_format verbose_json, and it is '{self.format}'", param=GRANULARITIES
+                f"word times need response_format verbose_json, not '{self.format}'", param=GRANULARITIES
             )
         self.language = str(given.get("language", "en"))
         try:
@@ -157,13 +157,14 @@ class TranscriptionServer:
     async def _transcriptions(self, request: Request) -> Response:
         try:
             check_allowed(request.scope, self.name)
-            # Not request.body(), which would keep a second copy until the answer.
+            # Not request.body(), which would keep a second copy until the response.
             body = b"".join([part async for part in request.stream()])
             options = _Options(parse_multipart(request.headers.get("content-type", ""), body), self.name)
             del body
             if self.waiting > self.config.max_waiting:
                 raise RequestError(
-                    f"the queue is full: {self.waiting - 1} recordings wait already; try again later", status=429,
+                    f"the queue is full: {self.waiting - 1} recordings are already waiting; try again "
+                    "later", status=429,
                     code="queue_full",
                 )  # fmt: skip
             return await unless_disconnected(request, self._in_turn(options))

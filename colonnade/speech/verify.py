@@ -2,7 +2,7 @@
 
     error = max|Δ| / ‖reference‖∞        in float64, where rounding leaves about 1e-15
 
-The layouts are data and tensor parallelism, dp · tp processes. Each rank computes the reference by itself: loss and
+The layouts are data and tensor parallelism, dp · tp processes. Each rank computes the whole reference: loss and
 gradients of a few recordings, the text of one recording and of a stream, greedy and by a beam. Over dp the recordings
 are divided, and summed as training sums the parts of a batch. The recordings are noise, so the blank's bias is lowered
 until there is text to compare.
@@ -40,7 +40,7 @@ RECORDINGS_S = (1.3, 0.4, 2.1, 0.9, 1.6)
 """Lengths of the recordings of the loss."""
 SPOKEN_S, CHUNK, BEAM, LEAST_TEXT = 2.5, 999, 4, 6
 LOWER = (0.0, 2.0, 4.0, 8.0, 16.0)
-"""What is taken off the blank's bias until LEAST_TEXT characters are recognised."""
+"""Subtracted from the blank's bias until LEAST_TEXT characters are recognised."""
 
 
 @dataclass
@@ -71,8 +71,8 @@ def plans_of(model: SpeechModel, world: int) -> list[Plan]:
     plans = [Plan(dp=world // tp, tp=tp) for tp in sizes if world == tp or config.front_end != "resnet"]
     if not plans:
         raise PlanError(
-            f"no layout of {world} processes: {config.heads} heads do not divide over tp={world}, and a front end with "
-            "batch norm is not divided over dp; use a number of processes that divides the heads"
+            f"no layout of {world} processes: {config.heads} heads cannot be divided over tp={world}, and a front end "
+            "with batch norm cannot be sharded over dp; use a number of processes that divides the heads"
         )
     return plans
 
@@ -138,7 +138,7 @@ def _compare(
 
 
 def _train(model: SpeechModel, axes: Axes | None = None) -> tuple[float, dict[str, Tensor]]:
-    """(loss, gradients by name) over all recordings, of which each data rank computes its own."""
+    """(loss, gradients by name) over all recordings; each data rank computes its own."""
     dp = (axes or model.axes).dp
     names, parameters = zip(*model.named_parameters(), strict=True)
     parts: list[Part] = []
@@ -182,7 +182,7 @@ def _lower_blank(model: SpeechModel) -> float:
 
 @torch.no_grad()
 def _lower(model: SpeechModel, much: float) -> None:
-    """Take ``much`` off the blank's bias, on the rank that has it."""
+    """Subtract ``much`` from the blank's bias, on the rank that has it."""
     start, stop = model.axes.tp.part(model.config.vocab_size)
     if start == 0 < stop:
         model.joint.bias[0] -= much

@@ -1,8 +1,8 @@
-"""Pictures of a live camera or a film: decodes them and assigns them to frames.
+"""Pictures of a live camera or a video: decodes them and assigns them to frames.
 
 A camera has its own rate and clock. A picture belongs to the frame of 40 ms in which it was taken; if a frame has
-several (30 per second), the last one is used. It is reused for the next frame until that has its own, so that 15 per
-second leave no gap.
+several (30 per second), the last one is used. It is reused for the next frame until that one has its own, so that 15
+per second leave no gap.
 """
 
 import re
@@ -64,17 +64,16 @@ def _decode(data: bytes) -> Any:
 
 
 def film_pictures(path: Path) -> Iterator[tuple[float, np.ndarray]]:
-    """Time [s] after the first sample of the sound, and (height, width, 3) uint8 of at most MAX_PIXELS, of a film.
-
+    """Time [s] after the first sample of the sound, and (height, width, 3) uint8 of at most MAX_PIXELS, of a video.
     Raises DataError for a file without pictures, or with larger ones than MAX_FILM_PIXELS.
     """
     av = require("av")
     if not path.is_file():
-        raise DataError(f"{path} does not exist; give a film")
+        raise DataError(f"{path} does not exist; use a video file")
     try:
         with av.open(str(path), options={"format_whitelist": FORMATS}) as container:
             if not container.streams.video or not container.streams.audio:
-                raise DataError(f"{path} lacks pictures or sound; give a film with both, or leave out --crop")
+                raise DataError(f"{path} lacks pictures or sound; use a video with both, or remove --crop")
             video, sound = container.streams.video[0], container.streams.audio[0]
             if video.width * video.height > MAX_FILM_PIXELS:
                 raise DataError(
@@ -88,7 +87,7 @@ def film_pictures(path: Path) -> Iterator[tuple[float, np.ndarray]]:
                 if frame.time is not None:
                     yield frame.time - start_s, frame.reformat(width, height).to_ndarray(format="rgb24")
     except (av.FFmpegError, ValueError) as why:
-        raise DataError(f"{path} is no film that can be read: {why}; convert it to MP4") from None
+        raise DataError(f"{path} cannot be read as video: {why}; convert it to MP4") from None
 
 
 def scaled(picture: np.ndarray, size: int) -> Tensor:

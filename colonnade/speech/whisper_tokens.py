@@ -26,7 +26,7 @@ FIRST_TIME = 50
 
 
 class Model(Protocol):
-    """What this module needs of a loaded model (:class:`colonnade.api.Model`)."""
+    """The part of a loaded model that this module uses (:class:`colonnade.api.Model`)."""
 
     transformer: Transformer
     source: str
@@ -53,9 +53,9 @@ class WhisperTokens:
     first_time: int
     times: int
     prompt: tuple[int, ...]
-    """What follows the start: language and task, in a multilingual model."""
+    """The tokens after the start: language and task, in a multilingual model."""
     suppressed: tuple[int, ...]
-    """Tokens that are no speech: marks of speakers, music, and all special ones."""
+    """Tokens that are not speech: marks of speakers, music, and all special ones."""
     first_suppressed: tuple[int, ...]
     """Tokens that begin no text: a space, the end."""
     alignment: tuple[tuple[int, int], ...] = ()
@@ -71,7 +71,7 @@ class WhisperTokens:
             for name in names:
                 if (number := tokenizer.token_id(name)) is not None:
                     return number
-            raise CheckpointError(f"{model.source} has no token {names[0]}; it is no Whisper's tokenizer")
+            raise CheckpointError(f"{model.source} has no token {names[0]}; it is not a Whisper tokenizer")
 
         no_times, end = required("<|notimestamps|>"), required("<|endoftext|>")
         prompt: tuple[int, ...] = ()
@@ -80,11 +80,11 @@ class WhisperTokens:
             spoken = tokenizer.token_id(f"<|{language}|>")
             if spoken is None:
                 raise RequestError(
-                    f"language '{language}' is unknown to {model.source}; give a code such as en, de or fr"
+                    f"language '{language}' is unknown to {model.source}; use a code such as en, de or fr"
                 )
             prompt = spoken, required("<|transcribe|>")
         elif language != "en":
-            raise RequestError(f"language '{language}' is unknown to {model.source}, which knows English only (en)")
+            raise RequestError(f"language '{language}' is unknown to {model.source}, which supports English only (en)")
         settings: dict[str, list[int]] = {}
         alignment: list[list[int]] = []
         path = locate(model.source, weights=False)

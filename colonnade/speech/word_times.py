@@ -1,10 +1,10 @@
 """Word times: converts them to training targets, and alignments to them.
 
-A letter target is one label for each 10 ms, ``parts`` of them a frame. A frame's targets are those of the sound that
-its front end has heard last, so with subsampling they are ``parts`` − 1 earlier than the frame's own time. The letters
-of a word share its time evenly, the space is between words, and the blank before the first and after the last word. A
-cross-entropy against these targets makes forced alignment follow the times of the training data; CTC alone may emit a
-letter anywhere in the frames that the encoder sees at once (docs/log.md, "Times of words").
+A letter target is one label for each 10 ms, ``parts`` of them per frame. A frame's targets are those of the last sound
+that its front end has processed, so with subsampling they are ``parts`` − 1 earlier than the frame's own time. The
+letters of a word share its time evenly, the space is between words, and the blank before the first and after the last
+word. A cross-entropy against these targets makes forced alignment follow the times of the training data; CTC alone may
+emit a letter anywhere in the frames that the encoder sees at once (docs/log.md, "Times of words").
 """
 
 import itertools
@@ -24,9 +24,9 @@ PARTS = 4
 PART_S = HOP / RATE
 """Length of a letter target [s]."""
 UNKNOWN = -1
-"""The target of a recording whose times are unknown."""
+"""The target of a recording without known times."""
 SPACE_PARTS = 2
-"""Least length of a space."""
+"""Minimum length of a space."""
 
 
 class WordTime(NamedTuple):
@@ -53,7 +53,7 @@ def letter_targets(
 ) -> Tensor:
     """The label of each 10 ms, (parts · frames,), ``delay`` of them late, from the start and end of each word [s].
 
-    ``labels`` is the whole text, ``space`` its label of the space. Raises DataError if the words are not as many.
+    ``labels`` is the whole text, ``space`` its label of the space. Raises DataError if the number of words differs.
     """
     targets = torch.zeros(parts * frames, dtype=torch.long)
     spelled: list[list[int]] = [[]]
@@ -63,7 +63,9 @@ def letter_targets(
         else:
             spelled[-1].append(label)
     if len(spelled) != len(words):
-        raise DataError(f"{len(words)} times of words, but the text has {len(spelled)}; give one (start, end) a word")
+        raise DataError(
+            f"{len(words)} word times, but the text has {len(spelled)} words; pass one (start, end) per word"
+        )
     bounds = [[round(start / PART_S) + delay, round(end / PART_S) + delay] for start, end in words]
     for before, after in itertools.pairwise(bounds):
         if after[0] - before[1] < SPACE_PARTS:
@@ -71,7 +73,9 @@ def letter_targets(
             before[1], after[0] = middle - SPACE_PARTS // 2, middle + SPACE_PARTS // 2
         targets[before[1] : after[0]] = space
     for own, (start, stop) in zip(spelled, bounds, strict=True):
-        places = torch.arange(max(0, start), min(stop, len(targets)))
+        first = max(0, start)
+        # A word may be too short for a target of its own, or after the end of the recording.
+        places = torch.arange(first, max(first, min(stop, len(targets))))
         if len(own) and len(places):
             targets[places] = torch.tensor(own)[(places - start) * len(own) // (stop - start)]
     return targets

@@ -8,8 +8,8 @@
 
 What a block saves is measured, not modelled: models of one and of two blocks run forward on a real micro-batch, and
 every storage that autograd saves is counted once; the difference is one block and its input. So the count is right for
-any attention kernel, any precision and a compiled block. Ranks decide alike, by the largest of their counts, because a
-recomputed block repeats its collectives.
+any attention kernel, any precision and a compiled block. All ranks make the same decision, from the largest of their
+counts, because a recomputed block repeats its collectives.
 
 The first blocks are the recomputed ones: when the backward pass reaches them, the activations of the later blocks are
 already freed, which leaves memory for a whole block's.
@@ -64,7 +64,7 @@ def choose_kinds(block_bytes: dict[RecomputeKind, int], blocks: int, allowed_byt
         return _kinds("none", blocks, "none", blocks)
     if over <= blocks * (none - attention):
         return _kinds("attention", -(-over // (none - attention)), "none", blocks)
-    # Where recomputing attention saves nothing, it is left out.
+    # Where recomputing attention saves nothing, it is skipped.
     middle, middle_bytes = ("attention", attention) if attention < none else ("none", none)
     over = blocks * middle_bytes - allowed_bytes
     if over > blocks * (middle_bytes - full):
@@ -99,7 +99,7 @@ def configure_recompute(
         return None
     if model.config.encoder is not None:
         raise ConfigError(
-            "train.recompute budget counts the blocks of one stack, and this model has an encoder too; set "
+            "train.recompute budget supports one stack of blocks, but this model also has an encoder; set "
             "train.recompute to attention or full"
         )
     batch = sample()

@@ -6,10 +6,10 @@
 
 The inputs that change from step to step are tensors: the samples, the loss divisor, the dropout keys. Plain numbers
 that select kernels (the longest sequence, dropout rates) are baked into the graph, so each combination of shapes and
-numbers has a graph of its own; all share one memory pool. Gradients are always written to the memory of the capture
-and are assigned to ``.grad`` after a replay. Norm, clip, AdamW and the schedule run eagerly: they are a handful of
-launches, which the host issues while the device is still busy with the graph. The next replay overwrites a graph's
-outputs, so the loss is copied out, and gradients are gone after the optimizer step.
+numbers has its own graph; all share one memory pool. Gradients are always written to the memory of the capture and are
+assigned to ``.grad`` after a replay. Norm, clip, AdamW and the schedule run eagerly: they are a handful of launches,
+which the host issues while the device is still busy with the graph. The next replay overwrites a graph's outputs, so
+the loss is copied out, and gradients are gone after the optimizer step.
 
 (NVIDIA 2019; the host needs 12 ms for 5,000 launches, in a step of 492 ms of GPT-2 1.2B, docs/log.md.)
 """
@@ -100,7 +100,7 @@ class GraphedForwardBackward:
 def check_device(device: torch.device) -> None:
     """Raise :class:`ConfigError` for a device without CUDA graphs."""
     if device.type != "cuda":
-        raise ConfigError(f"train.cuda_graph needs a GPU, and this run is on the {device.type}; leave it out")
+        raise ConfigError(f"train.cuda_graph needs a GPU, but this run is on the {device.type}; remove it")
 
 
 def graph_inputs(batch: Batch, divisor: Tensor, step: StepContext) -> dict[str, Tensor]:
@@ -123,7 +123,7 @@ def with_graph_inputs(batch: Batch, step: StepContext, inputs: dict[str, Tensor]
 
 
 def graph_key(batch: Batch, step: StepContext, inputs: dict[str, Tensor]) -> object:
-    """What a captured graph is specialised for: shapes, types and plain numbers."""
+    """The shapes, types and plain numbers that a captured graph is specialised for."""
     shapes = tuple((name, x.shape, x.dtype) for name, x in inputs.items())
     order_weight = None if isinstance(step.order_loss_weight, Tensor) else step.order_loss_weight
     rates = None if step.dropout is None else step.dropout.rates

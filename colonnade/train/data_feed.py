@@ -57,7 +57,7 @@ class DataFeed(Protocol):
 
     @property
     def corpus(self) -> Corpus | None:
-        """The corpus of samples made of text."""
+        """The corpus of samples made from text."""
         ...
 
     @property
@@ -81,7 +81,7 @@ MakeFeed = Callable[[RunConfig, int, int], DataFeed]
 
 @dataclass(frozen=True)
 class VaryingFeed:
-    """A :data:`MakeFeed` whose micro-batches differ in shape, so that blocks are not compiled by default."""
+    """A :data:`MakeFeed` with micro-batches of different shapes, so that blocks are not compiled by default."""
 
     make: MakeFeed
 
@@ -101,9 +101,9 @@ def check_data_unchanged(feed: DataFeed, data: DataConfig, old: Mapping[str, Any
     """How the samples differ from those of the data cursor ``old`` of ``checkpoint``.
 
     Raises :class:`DataError` or :class:`ConfigError` for a difference that would repeat or skip samples, unless
-    data.restart allows to start the data anew.
+    data.restart allows restarting the data.
     """
-    remedy, flags = "start the data anew with --data.restart, or use another run name", "--data."
+    remedy, flags = "restart the data with --data.restart, or use another run name", "--data."
     if "method" in feed.identity:  # of the verb finetune
         remedy, flags = "or use another run name", "--"
     changes: list[str] = []
@@ -113,7 +113,7 @@ def check_data_unchanged(feed: DataFeed, data: DataConfig, old: Mapping[str, Any
             raise DataError(f"{changes[-1]}; use that one, {remedy}")
     for key in ("sequence", "seed"):
         if old.get(key) != (new := getattr(data, key)):
-            changes.append(f"data.{key} is {new}, and {checkpoint} was trained with {old.get(key)}")
+            changes.append(f"data.{key} is {new}, but {checkpoint} was trained with {old.get(key)}")
             if not data.restart:
                 raise ConfigError(
                     f"{changes[-1]}: samples would be repeated or skipped; set {flags}{key} {old.get(key)}, {remedy}"
@@ -143,7 +143,7 @@ class CorpusFeed:
         if corpus_vocab > model_vocab:
             remedy = f"set --model.vocab_size {corpus_vocab}"
             if run.train.pretrained_checkpoint:  # its vocabulary cannot change
-                remedy = f"make it again with colonnade corpus … --tokenizer {run.train.pretrained_checkpoint}"
+                remedy = f"rebuild it with colonnade corpus … --tokenizer {run.train.pretrained_checkpoint}"
             raise ConfigError(
                 f"{run.data.path} has a vocabulary of {corpus_vocab} tokens, the model of {model_vocab}; {remedy}"
             )
@@ -168,7 +168,7 @@ class CorpusFeed:
         self.no_validation_reason: str | None = None
         if every is None and held_out <= run.data.sequence:
             self.no_validation_reason = (
-                f"{run.data.path} holds out {held_out:,} tokens, and a sample takes {run.data.sequence + 1:,}"
+                f"{run.data.path} holds out {held_out:,} tokens, but a sample needs {run.data.sequence + 1:,}"
             )
         self.eval_every = 0 if self.no_validation_reason else EVAL_EVERY if every is None else every
         self.held_out = loader("validation") if self.eval_every else None
@@ -187,12 +187,12 @@ class CorpusFeed:
         objective, encoder = self.corpus.manifest.objective, run.model.encoder
         if encoder is None and objective == "pairs":
             raise ConfigError(
-                f"{run.data.path} has pairs of a source and a target, and this model has no encoder; train one with "
+                f"{run.data.path} has source–target pairs, but this model has no encoder; train one with "
                 "--model.encoder.layers, or build the corpus without --objective pairs"
             )
         if encoder is not None and objective == "text":
             raise ConfigError(
-                f"{run.data.path} has plain text, and an encoder–decoder trains on pairs or on corrupted spans; build "
+                f"{run.data.path} has plain text, but an encoder–decoder trains on pairs or corrupted spans; build "
                 "it with: colonnade corpus FILES --objective spans (or pairs)"
             )
         named = self.corpus.manifest.languages
@@ -204,7 +204,7 @@ class CorpusFeed:
                    "set --model.encoder.languages true, or build the corpus without --languages")
             )  # fmt: skip
         if encoder is not None and encoder.reads == "audio":
-            raise ConfigError("training an encoder of audio on a corpus is not implemented; load a trained one")
+            raise ConfigError("training an audio encoder on a corpus is not implemented; load a trained one")
         if encoder is not None and run.data.sequence > encoder.context:
             raise ConfigError(
                 f"data.sequence {run.data.sequence} is longer than the encoder's context {encoder.context}; set "
@@ -217,16 +217,16 @@ class CorpusFeed:
         if moe is None or moe.router.kind != "task":
             return
         if not run.model.causal:
-            raise ConfigError("router 'task' is for decoders: pairs of segments carry no tasks; use another router")
+            raise ConfigError("router 'task' is for decoders: segment pairs have no tasks; use another router")
         if moe.balance == "sequence":
             raise ConfigError(
                 "router 'task' groups tokens by task, and balance 'sequence' groups them by sequence; a stream has "
-                "only one grouping: set --model.moe.balance switch"
+                "only one grouping; set --model.moe.balance switch"
             )
         if tasks is None and moe.router.task is None:
             raise ConfigError(
-                f"router 'task' needs the task of each document, and {run.data.path} has none; build it "
-                "with: colonnade corpus FILES --tasks source (or field:NAME)"
+                f"router 'task' needs the task of each document, but {run.data.path} has none; build it with: "
+                "colonnade corpus FILES --tasks source (or field:NAME)"
             )
         if tasks is not None and len(tasks) > moe.router.tasks:
             raise ConfigError(
@@ -242,18 +242,18 @@ def _corpus_difference(old: Any, new: Mapping[str, Any]) -> str | None:
         return "the checkpoint does not identify its data"
     was, now = old[train], new[train]
     if old["tokenizer"] != new["tokenizer"]:
-        return "it has another tokenizer"
+        return "it has a different tokenizer"
     for what in ("tokens", "documents"):
         if was[what] != now[what]:
-            return f"it has {now[what]:,} {what} to train on, and not {was[what]:,}"
+            return f"it has {now[what]:,} {what} to train on, not {was[what]:,}"
     if was["shards"] != now["shards"]:
         same = sum(
             1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(was["shards"], now["shards"], strict=False))
         )
         return (
-            f"shard {same} of {len(now['shards'])} has other tokens, such as those of the same documents in another "
+            f"shard {same} of {len(now['shards'])} has different tokens, perhaps the same documents in a different "
             "order"
         )
     if was["document_ends"] != now["document_ends"]:
-        return "its documents end elsewhere"
-    return None if was["tasks"] == now["tasks"] else "its documents have other tasks"
+        return "its documents have different boundaries"
+    return None if was["tasks"] == now["tasks"] else "its documents have different tasks"

@@ -1,7 +1,7 @@
-"""Distillation in training: the teacher's forward pass beside each micro-batch's.
+"""Distillation in training: the teacher's forward pass alongside each micro-batch's.
 
-The teacher has the student's tensor- and data-parallel layout and computes without gradients. Whatever a run does
-otherwise (layouts, resuming, metrics, checkpoints) does not change: only the head of the forward pass is another.
+The teacher has the student's tensor- and data-parallel layout and computes without gradients. Everything else in a run
+(layouts, resuming, metrics, checkpoints) is unchanged; only the output head of the forward pass differs.
 """
 
 from collections.abc import Callable, Sequence
@@ -72,7 +72,7 @@ class Distiller:
     def prepare(self, model: Transformer, batches: Sequence[Batch], step: StepContext) -> Sequence[Batch]:
         """The micro-batches of a step; for a classifier's dist with several of them, with the logits of all examples.
 
-        Dropout is that of the step, so the second pass of ``model`` computes the same logits again.
+        Dropout and routing are those of the step, so the second pass of ``model`` computes the same logits again.
         """
         if model.config.task_head != "classes" or self.loss.loss != "dist" or self.loss.mix == 1 or len(batches) == 1:
             return batches
@@ -127,7 +127,7 @@ class Distiller:
         return self.teacher(stream, replace(attend, dropout=None, first_head=first_head), head)
 
     def _cached(self, cache: TeacherCache, stream: Stream, attend: Packed) -> TopTokens:
-        """The answers for whole samples, from the cache if it has all of them."""
+        """The teacher's outputs for whole samples, from the cache if it has all of them."""
 
         def answer() -> TopTokens:
             teacher = self._answer(stream, attend)
@@ -142,7 +142,7 @@ class Distiller:
     def _from_cache(
         self, cache: TeacherCache, keys: Sequence[bytes], answer: Callable[[], TopTokens], device: torch.device
     ) -> TopTokens:
-        """The records of ``keys``; if one is missing, what ``answer`` computes for all, which is then kept."""
+        """The records of ``keys``; if one is missing, ``answer`` computes them for all, and they are stored."""
         found = [cache.find(key) for key in keys]
         if None in found:  # another rank may have added it
             cache.scan()
@@ -165,16 +165,16 @@ def open_teacher(run: RunConfig) -> OpenedModel | None:
     _check_models(run, opened.config)
     if plan.pp > 1 or plan.cp > 1:
         raise PlanError(
-            f"distillation runs the teacher beside the model under tp, dp and ep, and the plan has pp={plan.pp} and "
+            f"distillation runs the teacher alongside the model under tp, dp and ep, but the plan has pp={plan.pp} and "
             f"cp={plan.cp}; set them to 1"
         )
     plan.check(opened.config)
     weights = run.distill.weights
     if weights in ("ternary", "file"):
-        raise ConfigError(f"distill.weights {weights} is not a format for a teacher; use int8, int4 or float8")
+        raise ConfigError(f"distill.weights {weights} is not supported for a teacher; use int8, int4 or float8")
     if opened.formats and weights not in ("stored", "dense"):
         raise ConfigError(
-            f"distill.teacher stores its weights in {opened.weights} already; leave --distill.weights {weights} out"
+            f"distill.teacher already stores its weights in {opened.weights}; remove --distill.weights {weights}"
         )
     forms = opened.formats.values() if opened.formats and weights == "stored" else ()
     for form in forms:
@@ -182,7 +182,8 @@ def open_teacher(run: RunConfig) -> OpenedModel | None:
     check_quantised(opened.config, weights, run.distill.weight_group, plan.tp, plan.etp)
     if opened.config.moe is not None and plan.ep * plan.etp > 1 and (forms or weights not in ("stored", "dense")):
         raise PlanError(
-            f"quantised experts are not trained beside on ep={plan.ep} and etp={plan.etp}; set --distill.weights dense"
+            f"training alongside quantised experts is not supported on ep={plan.ep} and etp={plan.etp}; set "
+            "--distill.weights dense"
         )
     return opened
 
@@ -239,29 +240,33 @@ def _check_classifiers(run: RunConfig, teacher: ModelConfig) -> None:
     name, model, settings = run.distill.teacher, run.model, run.distill
     if teacher.task_head != "classes":
         raise ConfigError(
-            f"distill.teacher {name} has the head '{teacher.task_head}' and does not classify; fine-tune it first"
+            f"distill.teacher {name} has the head '{teacher.task_head}' and is not a classifier; fine-tune it first"
         )
     if teacher.classes != model.classes:
         raise ConfigError(
             f"distill.teacher {name} has {teacher.classes} classes and the run's model {model.classes}; use a teacher "
             "with the same labels"
         )
+    if settings.weights not in ("stored", "dense"):
+        raise ConfigError(
+            f"distill.weights {settings.weights} is for teachers that generate text, and {name} classifies; remove it"
+        )
     if model.classes == 1:
-        raise ConfigError("distillation compares classes, and a model with classes = 1 has none; leave it out")
+        raise ConfigError("distillation compares classes, but a model with classes = 1 has none; remove the teacher")
     if teacher.segments != model.segments:
         raise ConfigError(
             f"distill.teacher {name} has {teacher.segments} segments and the run's model {model.segments}; set "
             f"model.segments {teacher.segments}"
         )
     if settings.on_policy:
-        raise ConfigError("distill.on_policy continues texts, and a classifier writes none; leave it out")
+        raise ConfigError("distill.on_policy generates text, which a classifier cannot do; remove it")
     if settings.cache and settings.hidden:
         raise ConfigError(
-            "distill.cache keeps the teacher's classes, and hidden compares pooled vectors; leave one of them out"
+            "distill.cache stores only the teacher's classes, but hidden compares pooled vectors; remove one of them"
         )
     if settings.loss == "dist" and run.train.batch == 1:
         raise ConfigError(
-            "distill.loss dist compares the examples of a step, and train.batch is 1; set it to 2 or more"
+            "distill.loss dist compares the examples of a step, but train.batch is 1; set it to 2 or more"
         )
 
 
@@ -277,7 +282,7 @@ def _check_models(run: RunConfig, teacher: ModelConfig) -> None:
     elif not (teacher.causal and model.causal) or (teacher.task_head, model.task_head) != ("unembed", "unembed"):
         raise ConfigError(
             f"distillation is for models that predict the next token, here '{model.task_head}' from "
-            f"'{teacher.task_head}', and for classifiers (colonnade finetune --method classify); leave it out"
+            f"'{teacher.task_head}', and for classifiers (colonnade finetune --method classify); remove the teacher"
         )
     if teacher.positions == "learned" and teacher.context < run.data.sequence:
         raise ConfigError(
@@ -287,12 +292,12 @@ def _check_models(run: RunConfig, teacher: ModelConfig) -> None:
     if run.distill.init == "layers":
         if run.train.pretrained_checkpoint:
             raise ConfigError(
-                "distill.init layers and train.pretrained_checkpoint both give the initial weights; set one of them"
+                "distill.init layers and train.pretrained_checkpoint both set the initial weights; set one of them"
             )
         if different := differences(model.replace(layers=teacher.layers), teacher, ignore=("context", "init_std")):
             raise ConfigError(
                 f"distill.init layers needs a model that differs from the teacher in its layers only: "
-                f"{', '.join(different[:3])}; leave --preset out, and of --model all but layers, or set init random"
+                f"{', '.join(different[:3])}; remove --preset and all --model flags except layers, or set init random"
             )
         if model.layers > teacher.layers:
             raise ConfigError(
@@ -302,20 +307,20 @@ def _check_models(run: RunConfig, teacher: ModelConfig) -> None:
     if run.distill.cache:
         if model.task_head != "classes" and (run.distill.loss != "kl" or run.distill.hidden):
             raise ConfigError(
-                f"distill.cache keeps the teacher's most likely tokens, which serve kl only, not {run.distill.loss} "
-                f"with hidden {run.distill.hidden:g}; leave distill.cache out"
+                f"distill.cache keeps the teacher's most likely tokens, which only kl can use, not {run.distill.loss} "
+                f"with hidden {run.distill.hidden:g}; remove distill.cache"
             )
         if run.plan.ep * run.plan.etp > 1:
             raise PlanError(
                 f"with distill.cache each data rank runs the teacher by itself, and ep={run.plan.ep} with etp="
-                f"{run.plan.etp} runs it on all together; leave distill.cache out"
+                f"{run.plan.etp} runs it on all ranks together; remove distill.cache"
             )
     if run.distill.hidden and teacher.width != model.width:
         raise ConfigError(
-            f"distill.hidden compares states of equal widths, and the teacher has {teacher.width} and the model "
+            f"distill.hidden needs equal widths, but the teacher has {teacher.width} and the model "
             f"{model.width}; set --distill.hidden 0"
         )
     if run.train.label_smoothing:
         raise ConfigError("train.label_smoothing and distillation both soften the targets; set one of them")
     if run.train.cuda_graph:
-        raise ConfigError("train.cuda_graph captures one model, and distillation runs two; leave it out")
+        raise ConfigError("train.cuda_graph captures one model, but distillation runs two; remove it")

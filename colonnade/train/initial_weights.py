@@ -34,7 +34,7 @@ OVERRIDABLE_FIELDS = ("context", "init_std", "moe", "task_head", "classes", "lor
 GROUP = 32
 """Inputs that share a scale in an int4 base."""
 PROBE_TOKENS = 512
-"""Tokens of the corpus that both tokenizers must encode alike."""
+"""Tokens of the corpus that both tokenizers must encode identically."""
 
 
 def initialise_masters(model: Transformer, run: RunConfig, context: DistributedContext, masters: Masters) -> None:
@@ -61,7 +61,7 @@ def initialise_masters(model: Transformer, run: RunConfig, context: DistributedC
     if not _has_new_head(opened.config, run.model):
         opened.load_masters(model, context, masters)
         return
-    # The model with the other head is loaded beside ours: this rank's weights take twice their memory for a moment.
+    # The model with the other head is loaded in addition to ours: this rank's weights briefly take twice their memory.
     dtype = next(iter((masters.local | masters.frozen).values())).dtype
     config, spans = opened.config.replace(tied=run.model.tied), [span for _, span in context.stages(run.model.layers)]
     loaded = Transformer(config, context.axes, spans=spans, device=context.device, dtype=dtype)
@@ -81,7 +81,7 @@ def teacher_layer(layer: int, layers: int, teacher_layers: int) -> int:
 
 
 def _from_teacher_layers(model: Transformer, run: RunConfig, context: DistributedContext, masters: Masters) -> None:
-    """Fill ``masters`` from the teacher, which is loaded beside for a moment."""
+    """Fill ``masters`` from the teacher, which is loaded temporarily."""
     opened = open_model(run.distill.teacher)
     dtype = next(iter((masters.local | masters.frozen).values())).dtype
     teacher = Transformer(opened.config, context.axes, device=context.device, dtype=dtype)
@@ -100,18 +100,18 @@ def _from_teacher_layers(model: Transformer, run: RunConfig, context: Distribute
 def load_quantised_base(
     run: RunConfig, context: DistributedContext, dtype: torch.dtype, spans: Sequence[range]
 ) -> Transformer:
-    """A model whose frozen matrices are those of ``train.pretrained_checkpoint``, quantised while they are read; no
-    new adapters yet.
+    """A model with the frozen matrices of ``train.pretrained_checkpoint``, quantised while they are read; no new
+    adapters yet.
 
     Raises :class:`ConfigError` for a layout in which they cannot be quantised.
     """
     lora = run.model.lora
     assert lora is not None
     if run.model.moe is not None:
-        raise ConfigError(f"lora.base {lora.base} is for dense models; leave it out to train a mixture of experts")
+        raise ConfigError(f"lora.base {lora.base} is for dense models; remove it to train a mixture of experts")
     if lora.base == "stored" or run.train.float8 != "none":
         raise ConfigError(
-            f"train.float8 {run.train.float8} and lora.base {lora.base} exclude each other; leave one out"
+            f"train.float8 {run.train.float8} and lora.base {lora.base} are mutually exclusive; remove one of them"
         )
     opened = open_model(run.train.pretrained_checkpoint)
     check_quantised(run.model, lora.base, GROUP, run.plan.tp, run.plan.etp)
@@ -134,7 +134,7 @@ def _has_new_head(start: ModelConfig, ours: ModelConfig) -> bool:
 def freeze(model: Transformer, patterns: Sequence[str]) -> None:
     """Exclude the parameters that match ``train.freeze`` from training; raises as :func:`frozen_names`.
 
-    Of a model with adapters, only these are trained.
+    In a model with adapters, only these are trained.
     """
     adapters = model.config.lora is not None
     if not patterns and not adapters:
@@ -150,7 +150,7 @@ def freeze(model: Transformer, patterns: Sequence[str]) -> None:
 def frozen_names(config: ModelConfig, patterns: Sequence[str]) -> set[str]:
     """The parameters and buffers of the whole model that match ``patterns``.
 
-    Raises :class:`ConfigError` for a pattern without a match, with the nearest names, and if nothing is left to train.
+    Raises :class:`ConfigError` for a pattern without a match, with the closest names, and if nothing is left to train.
     """
     whole = Transformer(config, device="meta")
     layout, parameters = layout_of(whole), [name for name, _ in whole.named_parameters()]
@@ -162,17 +162,17 @@ def frozen_names(config: ModelConfig, patterns: Sequence[str]) -> set[str]:
     for pattern in patterns:
         if pattern in ("experts", "rest"):
             if config.moe is None:
-                raise ConfigError(f"train.freeze {pattern} is about experts, and this model has none; leave it out")
+                raise ConfigError(f"train.freeze {pattern} applies to experts, and this model has none; remove it")
             matched = experts if pattern == "experts" else set(names) - experts
         else:
             matched = {name for name in names if _matches(name, pattern)}
         if not matched:
             known = sorted({prefix for name in names for prefix in _prefixes(name)})
             near = difflib.get_close_matches(pattern.removeprefix("re:"), known, n=3, cutoff=0.3) or known[:3]
-            raise ConfigError(f"train.freeze {pattern!r} matches no parameter; the nearest are {', '.join(near)}")
+            raise ConfigError(f"train.freeze {pattern!r} matches no parameter; the closest are {', '.join(near)}")
         frozen |= matched
     if frozen.issuperset(parameters):
-        raise ConfigError(f"train.freeze {' '.join(patterns)} leaves no parameter to train; leave a pattern out")
+        raise ConfigError(f"train.freeze {' '.join(patterns)} leaves no parameter to train; remove a pattern")
     return frozen
 
 
@@ -182,7 +182,7 @@ def _matches(name: str, pattern: str) -> bool:
     try:
         return re.fullmatch(pattern.removeprefix("re:"), name) is not None
     except re.error as why:
-        raise ConfigError(f"train.freeze {pattern!r} is not a valid regular expression: {why}; correct it") from None
+        raise ConfigError(f"train.freeze {pattern!r} is not a valid regular expression: {why}; fix it") from None
 
 
 def _prefixes(name: str) -> Iterator[str]:
@@ -224,8 +224,8 @@ def _check_same_model(start: str, theirs: ModelConfig, ours: ModelConfig) -> Non
     if different:
         more = f" and {len(different) - 3} more" if len(different) > 3 else ""
         raise ConfigError(
-            f"train.pretrained_checkpoint {start} is another model than the run's: "
-            f"{', '.join(different[:3])}{more}; give the run that model: leave --preset and --model out, and give "
+            f"train.pretrained_checkpoint {start} is a different model from the run's: "
+            f"{', '.join(different[:3])}{more}; to use its model, remove --preset and --model, and pass "
             "--train.pretrained_checkpoint on the command line"
         )
 
@@ -235,7 +235,8 @@ def _shape_text(shape: torch.Size | None) -> str:
 
 
 def check_same_tokenizer(opened: OpenedModel, model: str, setting: str, corpus: Corpus) -> None:
-    """Raise :class:`ConfigError` if ``corpus`` was made with another tokenizer than ``model``, which ``setting`` names.
+    """Raise :class:`ConfigError` if ``corpus`` was made with a different tokenizer from that of ``model``, which
+    ``setting`` names.
 
     Without both tokenizers only the vocabulary sizes can be compared.
     """
@@ -249,7 +250,8 @@ def check_same_tokenizer(opened: OpenedModel, model: str, setting: str, corpus: 
 def check_same_encoding(
     opened: OpenedModel, model: str, setting: str, tokenizer: Tokenizer, tokens: list[int], data: str, remedy: str
 ) -> None:
-    """Raise :class:`ConfigError` if ``model``'s tokenizer encodes the text of ``tokens``, by ``tokenizer``, otherwise.
+    """Raise :class:`ConfigError` if ``model``'s tokenizer encodes the text of ``tokens``, by ``tokenizer``,
+    differently.
 
     ``data`` has these tokens.
     """
@@ -258,4 +260,4 @@ def check_same_encoding(
         return
     text = tokenizer.decode(tokens)
     if theirs.encode(text) != tokenizer.encode(text):
-        raise ConfigError(f"{data} was made with another tokenizer than that of {setting} {model}; {remedy}")
+        raise ConfigError(f"{data} was made with a different tokenizer from that of {setting} {model}; {remedy}")

@@ -47,7 +47,7 @@ def check_settings(run: RunConfig) -> None:
     if run.model.moe is not None:
         find_router(run.model.moe)
     if run.eval_moe is not None:  # refuse it now, not at the first validation
-        find_router(run.eval_moe, otherwise="leave --train.eval_active out")
+        find_router(run.eval_moe, otherwise="remove --train.eval_active")
 
 
 def check_data(run: RunConfig, feed: MakeFeed = CorpusFeed) -> None:
@@ -85,7 +85,7 @@ class Trainer:
         processes import both, so neither may be a lambda.
 
         ``data`` replaces ``run.data.path``: an iterable of token lists, or a map-style or iterable PyTorch dataset. It
-        is read once and stored as a corpus in ``runs/NAME/tokens``; ``validation`` likewise. Checkpoints include
+        is read once and stored as a corpus in ``runs/NAME/tokens``, as is ``validation``. Checkpoints include
         ``tokenizer``. From data without a length, only as many tokens are read as the run's steps need.
 
         Raises :class:`~colonnade.errors.ColonnadeError` for an invalid plan, device or data set, and for a tracker
@@ -96,7 +96,7 @@ class Trainer:
         if data is not None:
             run = _with_tokens(run, data, validation, tokenizer)
         elif validation is not None or tokenizer is not None:
-            raise ConfigError("validation and tokenizer go with data; give data too, or leave them out")
+            raise ConfigError("validation and tokenizer require data; pass data too, or remove them")
         device = choose_device(run.plan, run.device)
         if run.train.cuda_graph:
             check_device(torch.device(device))
@@ -127,7 +127,7 @@ def _with_tokens(
     """``run`` with the tokens of ``data`` written as its corpus."""
     if launched():
         raise PlanError(
-            "each of the processes that torchrun started would read the data; write it once before, with "
+            "every process started by torchrun would read the data; write it once beforehand with "
             "colonnade.data.write_tokens(data, FOLDER), and set data.path to FOLDER"
         )
     t, folder = run.train, run.folder / "tokens"
@@ -146,8 +146,8 @@ def _with_tokens(
 def train(run: RunConfig, trackers: Sequence[OpenTracker] = (), feed: MakeFeed = CorpusFeed) -> Summary:
     """Train on one rank, inside a process group.
 
-    Raises :class:`Interrupted` after a signal, once everything is saved, and :class:`PlanError` where ranks were
-    started with different settings.
+    Raises :class:`Interrupted` after a signal, once everything is saved, and :class:`PlanError` if ranks were started
+    with different settings.
     """
     t = run.train
     timeout = timedelta(seconds=t.timeout_s * COLLECTIVE_TIMEOUT_FACTOR)
@@ -213,7 +213,7 @@ class StopSignal:
         return self.poll()[0]
 
     def poll(self, *, silent: bool = False) -> tuple[Interrupted | None, bool]:
-        """What :meth:`received` returns, and whether any rank is ``silent``, in one reduction."""
+        """The result of :meth:`received`, and whether any rank is ``silent``, in one reduction."""
         number, any_silent = self.world.max_(torch.tensor([self._signal, silent])).tolist()
         return Interrupted(number) if number else None, bool(any_silent)
 

@@ -5,8 +5,8 @@
 float16 has nothing between 0 and 6·10⁻⁸, where many activation gradients lie; multiplying the loss by s shifts all of
 them up by that factor (Micikevicius 2018, arXiv 1710.03740, section 3.2; the dynamic rule follows its section 5 and
 Megatron-LM, arXiv 1909.08053, section 4.2). An overflow shows in the global gradient norm, which every rank has anyway:
-no collective is added, all ranks decide alike, and a step that overflowed updates nothing, neither weights nor moments
-nor Adam's step count.
+no collective is added, all ranks make the same decision, and a step that overflowed updates nothing, neither weights
+nor moments nor Adam's step count.
 
 The host never reads the decision. The scale, the steps since it last changed and the number of skipped steps are
 tensors on the device; the fused AdamW takes "skip" and "divide by s" as tensors too. Only checkpoints and metrics read

@@ -29,7 +29,7 @@ def learning_rate(step: int, train: TrainConfig) -> float:
 
 
 def learning_rate_tensor(step: Tensor, train: TrainConfig) -> Tensor:
-    """The rate in float64 on the device of ``step`` (0-dim), for a step number that the host does not know."""
+    """The rate in float64 on the device of ``step`` (0-dim), for a step number that is only on the device."""
     step = step.double()
     warmup = train.lr * (step + 1) / (train.warmup_steps + 1)
     u = ((step - train.warmup_steps) / max(train.steps - 1 - train.warmup_steps, 1)).clamp(0, 1)

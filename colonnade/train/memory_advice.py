@@ -1,8 +1,8 @@
 """Checks whether a training run fits into memory, and proposes changes that make it fit.
 
 The estimate is compared with the free memory before anything is allocated: on a CPU for all ranks of a host together,
-on GPUs for each rank and its device, and for the host with what it stores beside the GPUs. A remedy is the run with
-changed settings; it is proposed only if the same estimate says that it fits, with a tenth to spare.
+on GPUs for each rank and its device, and for the host with what it stores in addition to the GPUs. A remedy is the run
+with changed settings; it is proposed only if it fits by the same estimate, with a tenth to spare.
 """
 
 from collections import Counter
@@ -63,7 +63,7 @@ class Remedy:
 def check_memory(run: RunConfig, device: str) -> None:
     """Raise :class:`CapacityError` for a run that cannot fit, before its processes start.
 
-    Of GPUs only the size is checked: reading the free memory would itself allocate some on them.
+    For GPUs only the size is checked: reading the free memory would itself allocate some on them.
     """
     starts = run.plan.world > 1 or run.train.restarts > 0
     machine = Machine(device, free_host_bytes(), ranks=local_ranks(run.plan), program=PROGRAM_BYTES if starts else 0)
@@ -97,12 +97,12 @@ def check(run: RunConfig, machine: Machine) -> None:
             f"this run does not fit: by the memory estimate {subject} {format_bytes(use.total)} of a {use.where}'s "
             "memory, and "
             f"{format_bytes(use.free)} is free; nothing was allocated\n{use}\n{advice(run, machine)}\n"
-            "--train.no_check_memory tries it anyway"
+            "--train.no_check_memory runs it anyway"
         )
 
 
 def memory_use(run: RunConfig, machine: Machine) -> list[MemoryUse]:
-    """What ``run`` takes of a GPU, if it runs on some, and of the host with the most to store."""
+    """The memory of ``run`` on a GPU, if it uses any, and on the host with the most to store."""
     plan, ranks_per_host = run.plan, machine.ranks or run.plan.world
     stages = [estimate(run, machine.kind, rank) for rank in range(plan.pp)]
     uses: list[MemoryUse] = []
@@ -132,9 +132,9 @@ def advice(run: RunConfig, machine: Machine) -> str:
     """The remedies as text, or that there is none."""
     proposals = remedies(run, machine)
     if not proposals:
-        return "no remedy was found that is enough by the same estimate: use a smaller model, or larger machines"
+        return "by the same estimate no change is sufficient: use a smaller model, or larger machines"
     lines = [f"  {remedy.flags}  ({remedy.note}: {_tightest(remedy)})" for remedy in proposals]
-    return "\n".join(["each of these would be enough by the same estimate:", *lines])
+    return "\n".join(["by the same estimate each of these would be enough:", *lines])
 
 
 def _tightest(remedy: Remedy) -> str:
@@ -201,7 +201,7 @@ def _options(run: RunConfig, machine: Machine) -> list[Option]:
     if t.async_save:
         options.append(Option("training waits while a checkpoint is written", [{"train.async_save": False}]))
     micro_batch = min(t.micro_batch, t.batch // run.plan.data_ranks)
-    cost = "the same numbers, more passes" if run.model.moe is None else "more passes; experts are balanced within each"
+    cost = "same results, more passes" if run.model.moe is None else "more passes; experts are balanced within each"
     options.append(Option(cost, [{"train.micro_batch": n} for n in _halves(micro_batch, 1)]))
     if t.recompute != "full":
         no_budget: Changes = {"train.activation_bytes": 0} if t.activation_bytes else {}
@@ -234,7 +234,7 @@ def _more_ranks(run: RunConfig, machine: Machine, axis: str, extra: Changes) -> 
         hosts = factor * run.plan.world // ranks_per_host
         note, on = f"on {hosts} hosts like this one, by torchrun", replace(machine, ranks=ranks_per_host)
         if factor * run.plan.world <= machine.gpus:
-            note, on = f"{factor * run.plan.world} processes, a GPU each", replace(machine, ranks=None)
+            note, on = f"{factor * run.plan.world} processes, one GPU each", replace(machine, ranks=None)
         plan: Changes = {f"plan.{axis}": factor * getattr(run.plan, axis)}
         if (moe := run.model.moe) is not None:  # experts are divided among the same ranks
             ep = min(moe.stored_experts, factor * run.plan.ep)

@@ -40,7 +40,7 @@ PROGRAM_BYTES = 400 << 20
 
 @dataclass(frozen=True)
 class Estimate:
-    """Bytes of one rank by purpose: on its device, and on the host beside a GPU."""
+    """Bytes of one rank by purpose: on its device, and on the host of a GPU."""
 
     device: dict[str, int]
     host: dict[str, int]
@@ -108,7 +108,7 @@ def estimate(run: RunConfig, device: str, rank: int = 0) -> Estimate:
 
 
 def _teacher_rows(run: RunConfig, device: str) -> dict[str, int]:
-    """The teacher's weights on a rank, and what its forward pass needs beside the model's."""
+    """The teacher's weights on a rank, and what its forward pass needs in addition to the model's."""
     if (opened := open_teacher(run)) is None:
         return {}
     t, plan, config, settings = run.train, run.plan, opened.config, run.distill
@@ -130,7 +130,7 @@ def _teacher_rows(run: RunConfig, device: str) -> dict[str, int]:
 
 
 def _with_checkpoint_copy(run: RunConfig, rows: dict[str, int], copy: dict[str, int]) -> dict[str, int]:
-    """``rows`` with the checkpoint copy; if only the last step saves, no gradients exist beside it."""
+    """``rows`` with the checkpoint copy; if only the last step saves, no gradients exist at the same time."""
     t = run.train
     if 0 < t.save_every < t.steps or not copy["checkpoint"]:
         return rows | copy

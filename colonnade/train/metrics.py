@@ -31,7 +31,7 @@ from colonnade.train.train_step import StepMetrics
 ComputeType = Literal["float32", "bfloat16", "float16", "float64"]
 
 Row = dict[str, float]
-"""Names and values of one step for trackers; non-finite values of a skipped step are left out."""
+"""Names and values of one step for trackers; non-finite values of a skipped step are omitted."""
 
 LOSS_SCALE_COLUMNS = ("loss_scale", "skipped")
 """Additional columns in float16: the loss scale of the step, and the number of steps skipped so far."""
@@ -243,9 +243,9 @@ def _loss_scale_columns(pending: Sequence[StepMetrics]) -> list[Tensor]:
 def _collapse(scale: Sequence[float]) -> str:
     if not scale:
         return ""
-    return f", and the loss scale fell to {scale[0]:g} after {scale[1]:.0f} skipped steps: no scale helps"
+    return f", and the loss scale fell to {scale[0]:g} after {scale[1]:.0f} skipped steps; no scale avoids the overflow"
 
 
 def throughput_row(speed: Throughput) -> Row:
-    """The values of a :class:`Throughput` for trackers; unknown ones are left out."""
+    """The values of a :class:`Throughput` for trackers; unknown ones are omitted."""
     return {name: value for name, value in asdict(speed).items() if value is not None}

@@ -42,7 +42,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StepContext:
-    """What all micro-batches of a step share: loss weights, dropout, routing. The defaults are those of validation."""
+    """Inputs shared by all micro-batches of a step: loss weights, dropout, routing. The defaults are those of
+    validation.
+    """
 
     label_smoothing: float = 0.0
     order_loss_weight: Tensor | float = 1.0

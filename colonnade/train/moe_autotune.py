@@ -14,8 +14,8 @@ and the load counts: only at r = 0 is it balanced by construction.)
 The model ignores launches, the slowdown of GEMMs during communication, and the inefficiency of small GEMMs. So the
 spreads that it rates nearly best are timed at the actual load (forward and backward, random tokens and weights), and
 the fastest is chosen. Each rank draws its tokens' experts from the load of all ranks, and the slowest rank counts: all
-ranks see the same times and decide alike. Timings are cached by skew and number of tokens, since timing takes as long
-as several steps of a layer. A change must promise 3% of the time, or noise would make the choice oscillate.
+ranks see the same times and make the same decision. Timings are cached by skew and number of tokens, since timing takes
+as long as several steps of a layer. A change must promise 3% of the time, or noise would make the choice oscillate.
 """
 
 import math
@@ -56,7 +56,8 @@ class SpreadTimings:
     def seconds(
         self, spreads: Sequence[DispatchOptions], module: MixtureOfExperts, tokens: int, load: Sequence[int]
     ) -> dict[DispatchOptions, float]:
-        """Time of each of ``spreads`` for ``tokens`` tokens a rank, with choices distributed over experts as ``load``.
+        """Time of each of ``spreads`` for ``tokens`` tokens per rank, with choices distributed over experts as
+        ``load``.
 
         Collective over all ranks that share experts.
         """
@@ -187,7 +188,7 @@ class MoeAutotuner:
         """By block number."""
 
     def update(self, layers: Sequence[int], loads: Sequence[Sequence[int]], micro_batches: int) -> list[str]:
-        """Choose anew by a step's ``loads`` over all ranks and ``micro_batches``; a line of text for each change."""
+        """Choose again from a step's ``loads`` over all ranks and ``micro_batches``; a line of text for each change."""
         grid, changes = self.model.axes.experts, []
         modules = dict(_moe_layers(self.model))
         for number, load in zip(layers, loads, strict=True):

@@ -1,6 +1,6 @@
 """Routing statistics of the MoE layers in a step, over all ranks and micro-batches, and the balancing-bias update.
 
-The balancing bias changes once a step, by the load of all tokens of the step (DeepSeek-V3, arXiv 2412.19437, section
+The balancing bias changes once per step, by the load of all tokens of the step (DeepSeek-V3, arXiv 2412.19437, section
 2.1.2), whatever ranks and micro-batches they were in.
 """
 
@@ -31,7 +31,7 @@ class MoeStats(NamedTuple):
     balance_L: Tensor
     """The balance loss, a mean over the step's tokens."""
     z_L: Tensor
-    """The router z-loss, likewise."""
+    """The router z-loss, in the same form."""
     sent_bytes_L: Tensor
     """int64: bytes that ranks exchanged in the forward passes."""
     finite_L: Tensor

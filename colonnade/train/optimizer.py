@@ -4,15 +4,15 @@
     w ← w (1 − η λ) − η · (m / (1 − β₁ᵗ)) / (√(v / (1 − β₂ᵗ)) + ε)          (Loshchilov 2017, arXiv 1711.05101)
 
 The optimizer is element-wise, so it needs no knowledge of the layout. It gets plain local tensors, which torch's fused
-kernel updates in one launch (measured for 200 matrices of 64 × 64 on a CPU: 1.6 ms a step, against 8.7 ms for torch's
-own loop over DTensors). Weight decay λ applies to matrices and embeddings only: vectors (biases and norms) scale and
-shift, and the next matrix would have to undo their decay.
+kernel updates in one launch (measured for 200 matrices of 64 × 64 on a CPU: 1.6 ms per step, compared with 8.7 ms for
+torch's own loop over DTensors). Weight decay λ applies to matrices and embeddings only: vectors (biases and norms)
+scale and shift, and the next matrix would have to undo their decay.
 
 :class:`AdamW` needs separate passes for the clip and for the compute-type copies of the weights: 52 bytes of memory
 traffic per weight in bfloat16. :class:`FusedAdamW` clips, updates moments and masters and writes the copies in a single
 pass: 28 bytes (:mod:`colonnade.kernels.adamw` has the count). State, schedule and checkpoint are the same. With one
-micro-batch a step it reads the gradients in the compute type, as autograd made them: nothing is accumulated, so float32
-would hold the same values.
+micro-batch per step it reads the gradients in the compute type, as autograd made them: nothing is accumulated, so
+float32 would hold the same values.
 
 Everything that decides about a step (skip, scale, clip) is a tensor on the device, so nothing synchronises.
 
@@ -28,8 +28,8 @@ stays on the device: a link of 50 GB/s carries the moments of a billion weights 
 once, and the update is the same kernel with bitwise equal results.) The copies saturate the link, and the step waits
 for them: see the table in docs/howto/precision.md.
 
-Adam's step count, four bytes a weight, stays on the device, where the fused kernel needs it. On a CPU the same buckets
-are updated in place, so a test there covers everything but the copies.
+Adam's step count, four bytes per weight, stays on the device, where the fused kernel needs it. On a CPU the same
+buckets are updated in place, so a test there covers everything but the copies.
 """
 
 from collections import defaultdict
@@ -50,7 +50,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 """torch's names of m and v, under which a checkpoint stores them."""
 BUCKET_BYTES = 1 << 28
 """Moments copied together: large enough for the link's full speed; staging memory is three times this. A weight with
-larger moments is a bucket of its own."""
+larger moments gets its own bucket."""
 
 
 @torch.no_grad()
@@ -137,7 +137,7 @@ class AdamW:
         """Update every weight by its gradient, then drop the gradients.
 
         Where ``skip`` (0-dim, float32, on the weights' device) is 1 nothing is updated: neither weights nor moments nor
-        step counts; the host does not wait to learn its value. Gradients are divided by ``scale``.
+        step counts; the host does not wait for its value. Gradients are divided by ``scale``.
         """
         self._count_update(skip)
         for group in self._adamw.param_groups:

@@ -4,7 +4,7 @@
 
 Each element of the gradient is counted by one owner: a data-parallel shard by the rank that stores it, in one replica;
 a tensor-parallel shard by its tp rank, a replicated parameter by tp rank 0; a tied weight by the first pipeline stage;
-an expert by one of its copies. (Pascanu 2013, arXiv 1211.5063, section 3.2. Clipping each shard by itself, or counting
+an expert by one of its copies. (Pascanu 2013, arXiv 1211.5063, section 3.2. Clipping each shard separately, or counting
 a replicated parameter tp times, would make training depend on the layout.)
 
 A step with a non-finite loss or norm updates nothing: weights, moments and Adam's step count keep their values, and the
@@ -37,7 +37,7 @@ class OptimizerStepResult(NamedTuple):
     lr: float | Tensor
     """On the device where steps may be skipped."""
     skip: Tensor
-    """float32: 1 where the update was skipped, else 0."""
+    """float32: 1 if the update was skipped, otherwise 0."""
 
 
 class OptimizerStep:
@@ -80,7 +80,7 @@ class OptimizerStep:
         return OptimizerStepResult(grad_norm, lr, skip)
 
     def _learning_rate(self, number: int) -> float | Tensor:
-        """The rate of the next update; where steps may be skipped, only the device knows the number of updates."""
+        """The rate of the next update; where steps may be skipped, only the device has the number of updates."""
         if not self._may_skip:
             return learning_rate(number, self.train)
         lr = learning_rate_tensor(self.optimizer.updates, self.train)

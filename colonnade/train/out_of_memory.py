@@ -38,7 +38,7 @@ def peak_bytes(device: torch.device) -> int:
 
 
 def reset_peak(device: torch.device) -> None:
-    """Start measuring :func:`peak_bytes` anew, on a GPU."""
+    """Restart the measurement of :func:`peak_bytes`, on a GPU."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
 
@@ -115,7 +115,7 @@ def memory_breakdown(
 
 
 def requested_bytes(error: BaseException) -> int:
-    """The size of the failed allocation; 0 if ``error`` does not tell."""
+    """The size of the failed allocation; 0 if ``error`` does not contain it."""
     match = REQUESTED.search(str(error))
     return int(float(match[1]) * UNITS[match[2].lower()]) if match else 0
 
@@ -123,7 +123,7 @@ def requested_bytes(error: BaseException) -> int:
 def find_oom_error(error: BaseException) -> BaseException | None:
     """The out-of-memory error among ``error`` and its causes, if any.
 
-    torch's pipelines wrap what a stage raises, and on a CPU torch has no type of its own for it.
+    torch's pipelines wrap what a stage raises, and on a CPU torch has no separate type for it.
     """
     cause: BaseException | None = error
     while cause is not None:
@@ -137,7 +137,7 @@ def find_oom_error(error: BaseException) -> BaseException | None:
 def explain_oom(
     run: RunConfig, model: nn.Module, masters: Masters, optimizer: AdamW, device: torch.device, when: str
 ) -> Iterator[None]:
-    """Turn running out of memory inside, ``"in step 2"``, into a :class:`CapacityError` with remedies."""
+    """Convert an out-of-memory error inside, ``"in step 2"``, to a :class:`CapacityError` with remedies."""
 
     def explain(error: BaseException, requested: int) -> str:
         breakdown = memory_breakdown(model, masters, optimizer, device, error)
@@ -151,13 +151,13 @@ def explain_oom(
 
 @contextmanager
 def explain_setup_oom(run: RunConfig, device: torch.device) -> Iterator[None]:
-    """Turn running out of memory inside the setup of a run into a :class:`CapacityError` with the estimate."""
+    """Convert an out-of-memory error in the setup of a run to a :class:`CapacityError` with the estimate."""
 
     def explain(_: BaseException, requested: int) -> str:
         free = peak_bytes(device)
         use = MemoryUse(device.type, _largest_rank_estimate(run, device), free)
         remedies = _advice(run, device, max(use.total, free + requested), free)
-        return f"By the memory estimate a rank takes\n{use}\n{remedies}"
+        return f"By the memory estimate a rank needs\n{use}\n{remedies}"
 
     with _explained(device, "before the first step", explain):
         yield
@@ -179,15 +179,15 @@ def _explained(device: torch.device, when: str, explain: Callable[[BaseException
 
 @contextmanager
 def explain_checkpoint_copy_oom(name: str) -> Iterator[None]:
-    """Turn running out of host memory for the copy of checkpoint ``name`` into a :class:`CapacityError`."""
+    """Convert an out-of-memory error on the host, for the copy of checkpoint ``name``, to a :class:`CapacityError`."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
         if find_oom_error(error) is None:
             raise
         raise CapacityError(
-            f"there is no host memory for a copy of what {name} is made of, from which it is written while training "
-            "goes on; set --train.no_async_save"
+            f"not enough host memory for the copy from which {name} is written while training continues; set "
+            "--train.no_async_save"
         ) from error
 
 

@@ -12,7 +12,7 @@ from colonnade.train.train_step import PipelineStep
 
 @runtime_checkable
 class PreparedFeed(Protocol):
-    """A :class:`~colonnade.train.data_feed.DataFeed` with a preparation, whose results a resumed run may lack."""
+    """A :class:`~colonnade.train.data_feed.DataFeed` with a preparation step; a resumed run may lack its results."""
 
     def needs_start_weights(self, world: Axis) -> bool:
         """Whether :meth:`prepare` must be called; the same on all ranks of ``world``."""

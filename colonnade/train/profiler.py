@@ -92,7 +92,7 @@ class Breakdown:
             if seconds
         ]
         if self.hidden_s:
-            lines.append(f"  ({1e3 * self.hidden_s:.3f} ms of communication are hidden behind arithmetic)")
+            lines.append(f"  ({1e3 * self.hidden_s:.3f} ms of communication are overlapped with computation)")
         return "\n".join([f"{self.steps} steps traced, {1e3 * self.step_s:.3f} ms each:", *lines])
 
 
@@ -101,7 +101,7 @@ def breakdown(trace: Mapping[str, Any]) -> Breakdown:
     events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
     windows = [_span(e) for e in events if e.get("cat") == "user_annotation" and STEP_NAME.fullmatch(e["name"])]
     if not windows:
-        raise ValueError("the trace has no ProfilerStep in it")
+        raise ValueError("the trace contains no ProfilerStep")
     remaining = union(windows)
     total = total_length(remaining)
     kinds: dict[str, Spans] = {kind: [] for kind in (*COMPUTE_KINDS, "communication", "data")}

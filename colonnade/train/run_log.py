@@ -227,8 +227,8 @@ class RunLog:
         self.check_save(wait=True)  # a save that is running is of an earlier, good step
         good = training.checkpoint
         before = f"; {training.skipped} bad batches were skipped before" if training.skipped else ""
-        where = f"the last good checkpoint is {good}" if good else "no checkpoint was written yet"
-        raise Diverged(f"{diagnosis}{before}; {where}; lower --train.lr or look at samples {samples} of the corpus")
+        where = f"the last good checkpoint is {good}" if good else "no checkpoint has been written yet"
+        raise Diverged(f"{diagnosis}{before}; {where}; lower --train.lr or check samples {samples} of the corpus")
 
     def validate(self) -> None:
         """Measure and track the validation loss."""
@@ -269,7 +269,7 @@ class RunLog:
         tokens = round(run.train.batch * training.feed.sample_tokens)
         line(
             f"{run.name}: {run.model.size}, {run.plan} on {training.context.device.type}, "
-            f"{precision_summary(run.train)}, {tokens} tokens a step, {total} steps"
+            f"{precision_summary(run.train)}, {tokens} tokens per step, {total} steps"
         )
         choices = {"float8": run.train.float8, "recompute": run.train.recompute, "offload": run.train.offload}
         options = [f"{name} {value}" for name, value in choices.items() if value not in ("none", "budget")]
@@ -282,9 +282,9 @@ class RunLog:
                 f"resumed {training.checkpoint}" + (f" with {', '.join(training.changes)}" if training.changes else "")
             )
         if run.train.profile and total - steps < (needs := WARMUP_STEPS + run.train.profile):
-            line(f"no profile: it takes {needs} steps, and {total - steps} are left")
+            line(f"no profile: it needs {needs} steps, and {total - steps} are left")
         if steps >= total:
-            line(f"already at step {steps} of {total}; raise --train.steps to go on")
+            line(f"already at step {steps} of {total}; raise --train.steps to continue")
         if training.feed.no_validation_reason:
             line(f"validation is off: {training.feed.no_validation_reason}")
 

@@ -1,10 +1,10 @@
-"""A folder with a teacher's answers, the most likely tokens of each sample, so that it runs once for each.
+"""A folder with a teacher's outputs, the most likely tokens of each sample, so that it runs once per sample.
 
-    cache.json      what the answers belong to: teacher, temperature, sizes
+    cache.json      the source of the outputs: teacher, temperature, sizes
     part-….bin      records of one process, appended: key, checksum, ids (S, k) int32, log-probabilities (S, k) float32
 
 For a classifier S is 1 and k the number of classes. A record's key is a digest of the sample's tokens: any run over the
-same samples finds it, in any order and layout. Each process appends to a file of its own. A record that is torn or
+same samples finds it, in any order and layout. Each process appends to its own file. A record that is torn or
 damaged fails its checksum and is computed again.
 """
 
@@ -31,16 +31,19 @@ class TeacherCache:
     """The records of a folder."""
 
     def __init__(self, folder: Path, identity: Mapping[str, Any], sequence: int, k: int):
-        """Opens or makes ``folder``; raises :class:`ConfigError` if it belongs to something else than ``identity``."""
+        """Opens or creates ``folder``; raises :class:`ConfigError` if it belongs to anything other than
+        ``identity``.
+        """
         self.folder, self.sequence, self.k = folder, sequence, k
         self._record = np.dtype([("key", f"V{KEY_BYTES}"), ("crc", "<u4"), ("body", "<i4", (2, sequence, k))])
         meta = {**identity, "sequence": sequence, "tokens": k}
         self._open(meta)
-        self._places: dict[bytes, tuple[Path, int]] = {}
+        self._places: dict[bytes, list[tuple[Path, int]]] = {}
+        """The records of each key: several after a damaged one was computed again."""
         self._scanned: dict[Path, int] = {}
         """Records of each file that are known."""
-        self.scan()
         self._own = folder / f"part-{uuid.uuid4().hex}.bin"
+        self.scan()
 
     def __len__(self) -> int:
         """The number of samples."""
@@ -48,12 +51,12 @@ class TeacherCache:
 
     def scan(self) -> None:
         """Find the records that other processes have added."""
-        for path in sorted(self.folder.glob("part-*.bin")):
+        for path in sorted({*self.folder.glob("part-*.bin")} - {self._own}):
             known, count = self._scanned.get(path, 0), path.stat().st_size // self._record.itemsize
             with path.open("rb") as file:
                 for number in range(known, count):
                     file.seek(number * self._record.itemsize)
-                    self._places[file.read(KEY_BYTES)] = path, number
+                    self._places.setdefault(file.read(KEY_BYTES), []).append((path, number))
             self._scanned[path] = max(known, count)
 
     def key(self, tokens_S: Tensor) -> bytes:
@@ -62,10 +65,10 @@ class TeacherCache:
 
     def find(self, key: bytes) -> TopTokens | None:
         """The record, if it is there and whole."""
-        place = self._places.get(key)
-        if place is None:
-            return None
-        path, number = place
+        whole = (record for place in self._places.get(key, ()) if (record := self._read(key, *place)) is not None)
+        return next(whole, None)
+
+    def _read(self, key: bytes, path: Path, number: int) -> TopTokens | None:
         with path.open("rb") as file:
             file.seek(number * self._record.itemsize)
             raw = file.read(self._record.itemsize)
@@ -90,9 +93,10 @@ class TeacherCache:
                 file.write(record.tobytes())
         except OSError as why:
             raise DataError(
-                f"distill.cache {self.folder} cannot be written: {why.strerror}; free space, or leave it out"
+                f"distill.cache {self.folder} cannot be written: {why.strerror}; free some space, or unset "
+                "distill.cache"
             ) from None
-        self._places[key] = self._own, number
+        self._places.setdefault(key, []).append((self._own, number))
 
     def _open(self, meta: dict[str, Any]) -> None:
         path = self.folder / META
@@ -105,13 +109,13 @@ class TeacherCache:
             there = json.loads(path.read_text("utf-8"))
         except (OSError, ValueError) as why:
             raise ConfigError(
-                f"distill.cache {self.folder} is no cache of answers that can be used ({why}); give another folder"
+                f"distill.cache {self.folder} is not a usable cache of teacher outputs ({why}); use another folder"
             ) from None
         if there != meta:
             keys = there.keys() | meta.keys() if isinstance(there, dict) else set()
             differ = ", ".join(sorted(key for key in keys if there.get(key) != meta.get(key)))
             raise ConfigError(
-                f"distill.cache {self.folder} belongs to another run: it differs in {differ}; give another folder"
+                f"distill.cache {self.folder} belongs to another run: it differs in {differ}; use another folder"
             )
 
 

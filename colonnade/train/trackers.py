@@ -22,7 +22,7 @@ from colonnade.errors import ConfigError
 
 METRICS = "metrics.jsonl"
 ROUTING = "routing.jsonl"
-"""For a mixture of experts: each layer's load by expert, a line for each line of metrics."""
+"""For a mixture of experts: each layer's load by expert, one line for each line of metrics."""
 WANDB, MLFLOW = "wandb-id", "mlflow-id"
 """Files in the run's folder with its run id at the service."""
 
@@ -44,7 +44,7 @@ OpenTracker = Callable[[Path, int], Tracker]
 
 
 class JsonLines:
-    """One JSON object a line, in ``metrics.jsonl`` or another file."""
+    """One JSON object per line, in ``metrics.jsonl`` or another file."""
 
     def __init__(self, folder: Path, resumed_step: int, file: str = METRICS):
         self.path = folder / file
@@ -174,7 +174,7 @@ class ServiceTracker:
             return
         try:
             action()
-        except Exception as why:  # noqa: BLE001 - a service may raise anything, and the run must go on
+        except Exception as why:  # noqa: BLE001 - a service may raise anything, and the run must continue
             self._failed = True
             reason = (str(why).splitlines() or [""])[0]
             print(f"{self._name} failed with {type(why).__name__}: {reason}; {consequence}; {METRICS} has all of them",
@@ -187,8 +187,8 @@ def service_trackers(run: RunConfig) -> list[OpenTracker]:
         spec = importlib.util.find_spec(name)
         if spec is None or spec.origin is None:  # no origin: a plain folder of that name, such as wandb leaves behind
             raise ConfigError(
-                f"train.trackers names {name}, and the package '{name}' is not installed; "
-                "run: pip install 'colonnade[track]', or leave it out"
+                f"train.trackers includes {name}, but the package '{name}' is not installed; "
+                "run: pip install 'colonnade[track]', or remove it"
             )
     config = run.model_dump(mode="json")
     return [functools.partial(ServiceTracker, name=name, config=config) for name in run.train.trackers]

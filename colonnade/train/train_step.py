@@ -1,8 +1,8 @@
 """One training step: forward and backward of each micro-batch, then the optimizer step.
 
     loss = Σ token losses / Σ valid tokens          both over data ranks, context ranks and micro-batches
-           + Σ order losses / Σ pairs               for BERT, likewise
-           + Σ router losses / Σ tokens             for a mixture of experts, likewise
+           + Σ order losses / Σ pairs               for BERT, summed the same way
+           + Σ router losses / Σ tokens             for a mixture of experts, summed the same way
 
 The valid tokens are counted over all ranks *before* the first backward pass. So each micro-batch's backward already has
 the right weight, and gradients are plain sums. (A mean of means over ranks or micro-batches with unequal counts is a
@@ -195,8 +195,6 @@ class TrainStep:
             step_dropout(self.train, number, self.model.config, count.device),
             distiller=self.distiller,
         )
-        if self.distiller is not None:
-            micro_batches = self.distiller.prepare(self.model, micro_batches, step)
         sizes = [len(batch.tokens_T) for batch in micro_batches]
         sources = [len(batch.source_tokens_S) for batch in micro_batches if batch.source_tokens_S is not None]
         if self.model.config.moe is not None:
@@ -208,6 +206,8 @@ class TrainStep:
             if self.model.config.encoder is not None:
                 of_sources = self.axes.dp.sum_(torch.full((), sum(sources), device=count.device)).clamp(min=1)
                 step = replace(step, source_router_loss_weight=weight / of_sources)
+        if self.distiller is not None:
+            micro_batches = self.distiller.prepare(self.model, micro_batches, step)
         if self.pipeline is None:
             loss_sum = self._accumulate(micro_batches, divisor, step)
         else:
@@ -250,7 +250,7 @@ def evaluate(
 ) -> Tensor:
     """The mean loss over all data ranks' ``batches``, without label smoothing.
 
-    Experts are routed by ``moe`` if given, else by the model's own settings.
+    Experts are routed by ``moe`` if given, otherwise by the model's own settings.
     """
     batches = list(batches)
     count = count_targets(batches, model.axes.dp)
@@ -270,7 +270,7 @@ def forward(model: Transformer, batch: Batch, step: StepContext = VALIDATION) ->
 
 
 def count_targets(batches: Iterable[Batch], dp: Axis) -> Tensor:
-    """The valid targets of this step over all data ranks, or what else its loss is divided by; at least 1, so that an
+    """The valid targets of this step over all data ranks, or another divisor of its loss; at least 1, so that an
     empty step has loss 0.
     """
 

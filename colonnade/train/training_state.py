@@ -76,7 +76,7 @@ class TrainingState:
         self._compiled, self._lock = False, lock
         self.feed = feed(run, context.axes.dp.rank, context.axes.dp.size)
         if run.distill.on_policy and not isinstance(self.feed, RolloutFeed):
-            raise ConfigError("distill.on_policy samples texts in each step; give feed=colonnade.tune.OnPolicyFeed")
+            raise ConfigError("distill.on_policy samples text in each step; pass feed=colonnade.tune.OnPolicyFeed")
         check_same_settings({name: _short_hash(value) for name, value in self.feed.identity.items()}, self.world)
         master_dtype = torch.float64 if run.train.dtype == "float64" else torch.float32
         compute: torch.dtype = getattr(torch, run.train.compute_dtype)  # torch's own names
@@ -247,7 +247,7 @@ class TrainingState:
         except BaseException as failure:
             if error is None:
                 raise
-            error.add_note(f"and the checkpoint that was being written failed: {failure}")
+            error.add_note(f"and writing the checkpoint failed: {failure}")
 
     def _explain_oom(self, when: str) -> AbstractContextManager[None]:
         return explain_oom(self.run, self.model, self.masters, self.optimizer, self.context.device, when)
@@ -282,9 +282,9 @@ class TrainingState:
         if self.scaler is not None:
             overflowed = meta.step - self.optimizer.steps - self.skipped
             self.scaler.restore(meta.loss_scale or self.scaler.state, overflowed)
-        self.changes = [*differences(meta.run, self.run), *(f"{what}: the data starts anew" for what in data_changes)]
+        self.changes = [*differences(meta.run, self.run), *(f"{what}: the data is restarted" for what in data_changes)]
         if not data_changes and any(cursor.get(name) != value for name, value in self.feed.identity.items()):
-            self.changes.append("other documents are held out: validation losses do not compare")
+            self.changes.append("different documents are held out: validation losses are not comparable")
 
     @property
     def _tasks(self) -> tuple[str, ...]:

@@ -6,8 +6,8 @@ A row of a JSON Lines file has one of these forms:
     {"prompt": …, "completion": …}                                  the completion counts
     {"prompt": …, "chosen": …, "rejected": …}                       a preference; without a prompt, two conversations
 
-``prompt``, ``completion``, ``chosen`` and ``rejected`` are texts or lists of messages. A message with ``"train":
-false`` does not count. Texts are encoded without a chat template, and the end token that follows a completion counts.
+``prompt``, ``completion``, ``chosen`` and ``rejected`` are strings or lists of messages. A message with ``"train":
+false`` does not count. Strings are encoded without a chat template, and the end token that follows a completion counts.
 
 In a conversation the tokens that count are those within ``{% generation %}`` where the template has it. Otherwise they
 are the tokens that the prompt of messages 0..i adds to that of messages 0..i − 1 with the generation prompt. If the
@@ -51,7 +51,7 @@ ROWS_BETWEEN_REPORTS = 100
 
 
 def read_rows(path: str | Path, report: Report = lambda _line: None) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(where, row) of each line of a JSON Lines file that is not empty; reports the number of lines now and then.
+    """(where, row) of each line of a JSON Lines file that is not empty; periodically reports the number of lines.
 
     Raises :class:`DataError` for a file that cannot be read and for a line that is not a JSON object.
     """
@@ -65,7 +65,7 @@ def read_rows(path: str | Path, report: Report = lambda _line: None) -> Iterator
                     continue
                 if first and line.lstrip().startswith("["):
                     raise DataError(
-                        f"{path} is one JSON array; write one object a line, without the brackets and the commas "
+                        f"{path} is a JSON array; write one object per line, without the brackets and the commas "
                         "between objects"
                     )
                 first = False
@@ -76,7 +76,7 @@ def read_rows(path: str | Path, report: Report = lambda _line: None) -> Iterator
                     if isinstance(why, JSONDecodeError):  # its own text has a line number too, which is always 1
                         reason = f"{why.msg.removesuffix(' at')} at column {why.colno}"
                     raise DataError(
-                        f"{path}, line {number} is not JSON: {reason}; correct it: each line is one object"
+                        f"{path}, line {number} is not JSON: {reason}; fix it: each line must be one object"
                     ) from None
                 if not isinstance(row, dict):
                     raise DataError(
@@ -102,7 +102,7 @@ def _not_utf8(path: str | Path) -> str:
 
 
 def _kind(value: object) -> str:
-    """What a JSON value is, in words."""
+    """The kind of a JSON value, in words."""
     match value:
         case None:
             return "null"
@@ -111,7 +111,7 @@ def _kind(value: object) -> str:
         case int() | float():
             return f"a number ({str(value)[:20]})"
         case str():
-            return "a text"
+            return "a string"
         case list():
             return "a list" if value else "an empty list"
         case _:
@@ -121,8 +121,8 @@ def _kind(value: object) -> str:
 def conversation(row: Mapping[str, Any], tokenizer: Tokenizer, where: str = "row") -> Conversation:
     """The tokens of a row of messages, or of a prompt and a completion.
 
-    Raises :class:`DataError`, naming ``where``, for a row of another form, for one that the chat template refuses, and
-    for one without a token that counts.
+    Raises :class:`DataError`, naming ``where``, for a row in an unknown format, for one that the chat template refuses,
+    and for one without a token to train on.
     """
     if "messages" in row:
         return _chat(_messages(row["messages"], "messages", where), 0, tokenizer, where)
@@ -147,7 +147,7 @@ def preference(row: Mapping[str, Any], tokenizer: Tokenizer, where: str = "row")
             sides.append(_chat(messages, min(shared, len(messages) - 1), tokenizer, where))
     chosen, rejected = sides
     if chosen == rejected:
-        raise DataError(f"{where} has the same tokens as 'chosen' and 'rejected'; remove the row")
+        raise DataError(f"{where} has identical tokens in 'chosen' and 'rejected'; remove the row")
     return Preference(chosen, rejected)
 
 
@@ -177,7 +177,7 @@ def _messages(value: object, key: str, where: str) -> list[Message]:
 
 
 def _for_template(message: Message) -> Message:
-    """A valid message as the server gives it to a chat template: text parts joined, arguments of calls as objects."""
+    """A valid message as the server passes it to a chat template: text parts joined, arguments of calls as objects."""
     content = message.get("content") or ""
     if isinstance(content, list):
         content = "".join(part["text"] for part in content)
@@ -199,7 +199,7 @@ ROLES: tuple[str, ...] = get_args(Role)
 
 
 def _fault(message: Any) -> str | None:
-    """What is wrong with a message, and the remedy."""
+    """The fault of a message, and the remedy."""
     if not isinstance(message, dict):
         return f"is {_kind(message)}; write an object with 'role' and 'content'"
     listed = f"{', '.join(map(repr, ROLES[:-1]))} or {ROLES[-1]!r}"
@@ -210,15 +210,15 @@ def _fault(message: Any) -> str | None:
         return f"has the role {role!r:.60}; write {listed}"
     if content is None and not message.get("tool_calls"):
         missing = "'content' null" if "content" in message else "no 'content'"
-        return f"is of role '{role}' and has {missing}; write a text"
+        return f"is of role '{role}' and has {missing}; write text"
     if not (content is None or isinstance(content, str | list)):
-        return f"is of role '{role}', and its 'content' is {_kind(content)}; write a text"
+        return f"is of role '{role}', and its 'content' is {_kind(content)}; write text"
     if isinstance(content, list) and not all(isinstance(part, dict) and isinstance(part.get("text"), str)
                                              and part.get("type") == "text" for part in content):  # fmt: skip
-        return "has parts that are not text; write a text"
+        return "has parts that are not text; write text"
     if message.get("tool_calls"):
         if role != "assistant":
-            return f"is of role '{role}' and has 'tool_calls', which belong to the assistant; remove them"
+            return f"is of role '{role}' and has 'tool_calls', which only the assistant may have; remove them"
         if fault := _calls_fault(message["tool_calls"]):
             return fault
     if not isinstance(message.get("train", True), bool):
@@ -227,7 +227,7 @@ def _fault(message: Any) -> str | None:
 
 
 def _calls_fault(calls: object) -> str | None:
-    """What is wrong with ``tool_calls``, and the remedy."""
+    """The fault of ``tool_calls``, and the remedy."""
     if not isinstance(calls, list):
         return f"has 'tool_calls' that are {_kind(calls)}; write a list"
     for number, call in enumerate(calls, 1):
@@ -239,25 +239,25 @@ def _calls_fault(calls: object) -> str | None:
         except (ValueError, RecursionError):
             arguments = None
         if not isinstance(arguments, dict):
-            return f"calls '{function['name']:.60}' with arguments that are no JSON object; write one"
+            return f"calls '{function['name']:.60}' with arguments that are not a JSON object; write one"
     return None
 
 
 def _check_template(tokenizer: Tokenizer, where: str) -> None:
     if not tokenizer.chat_template:
         raise DataError(
-            f"{where}: this model has no chat template, which lists of messages need; write rows with texts: 'prompt' "
-            "and 'completion' (dpo: 'prompt', 'chosen' and 'rejected'; grpo: 'prompt')"
+            f"{where}: this model has no chat template, which lists of messages need; write rows with strings: "
+            "'prompt' and 'completion' (dpo: 'prompt', 'chosen' and 'rejected'; grpo: 'prompt')"
         )
 
 
 def _check_form(value: object, key: str, where: str) -> None:
     if not isinstance(value, str | list):
-        raise DataError(f"{where}: '{key}' is {_kind(value)}; write a text or a list of messages")
+        raise DataError(f"{where}: '{key}' is {_kind(value)}; write a string or a list of messages")
 
 
 def _continued(prompt: object, completion: object, key: str, tokenizer: Tokenizer, where: str) -> Conversation:
-    """A prompt and its completion, whose tokens count."""
+    """A prompt and its completion; only the completion's tokens are trained on."""
     _check_form(prompt, "prompt", where)
     _check_form(completion, key, where)
     if isinstance(prompt, str) and isinstance(completion, str):
@@ -267,13 +267,13 @@ def _continued(prompt: object, completion: object, key: str, tokenizer: Tokenize
         return _counted(before + after, [False] * len(before) + [True] * len(after), where)
     if isinstance(prompt, str) or isinstance(completion, str):
         text, other = ("prompt", key) if isinstance(prompt, str) else (key, "prompt")
-        raise DataError(f"{where}: '{text}' is a text and '{other}' a list of messages; write both in the same form")
+        raise DataError(f"{where}: '{text}' is a string and '{other}' a list of messages; write both in the same form")
     first = _messages(prompt, "prompt", where)
     return _chat([*first, *_messages(completion, key, where)], len(first), tokenizer, where)
 
 
 def _chat(messages: list[Message], first: int, tokenizer: Tokenizer, where: str) -> Conversation:
-    """The conversation whose assistant messages from number ``first`` on count."""
+    """The conversation; its assistant messages from number ``first`` on are trained on."""
     _check_template(tokenizer, where)
     trained = [
         i >= first and message["role"] == "assistant" and message.get("train", True)
@@ -301,7 +301,7 @@ def _chat(messages: list[Message], first: int, tokenizer: Tokenizer, where: str)
         if after[: len(before)] != before or tokens[: len(after)] != after:
             raise DataError(
                 f"{where}, message {i + 1}: the prompt with it does not begin with the prompt before it, because the "
-                "chat template changes earlier messages; use a template with {% generation %}, or one answer a row"
+                "chat template changes earlier messages; use a template with {% generation %}, or one reply per row"
             )
         counts[len(before) : len(after)] = [True] * (len(after) - len(before))
     return _counted(tokens, counts, where)
@@ -310,7 +310,7 @@ def _chat(messages: list[Message], first: int, tokenizer: Tokenizer, where: str)
 def _counted(tokens: list[int], counts: list[bool], where: str) -> Conversation:
     counts[:1] = [False] * len(counts[:1])  # nothing predicts the first token
     if not any(counts):
-        raise DataError(f"{where} has no token that counts: it needs an assistant message to train on")
+        raise DataError(f"{where} has no token to train on: it needs an assistant message")
     return Conversation(tokens, counts)
 
 
@@ -370,12 +370,12 @@ def fit_conversation(row: Conversation, longest: int, vocab_size: int, where: st
     if len(tokens) > longest:
         if not truncate:
             raise DataError(
-                f"{where} has {len(tokens):,} tokens, and a sequence {longest:,}; set --sequence {len(tokens)} if the "
-                "model's context allows it, or --tune.truncate to cut it"
+                f"{where} has {len(tokens):,} tokens, more than a sequence of {longest:,}; set --sequence "
+                f"{len(tokens)} if the model's context allows it, or --tune.truncate to cut it"
             )
         tokens, counts = tokens[:longest], counts[:longest]
         if not any(counts):
-            raise DataError(f"{where} has no token that counts among the first {longest:,}; raise --sequence")
+            raise DataError(f"{where} has no token to train on among the first {longest:,}; raise --sequence")
     if not (min(tokens) >= 0 and max(tokens) < vocab_size):
         raise DataError(
             f"{where} has token {max(tokens)}, and the vocabulary is 0 to {vocab_size - 1}; use its tokenizer"

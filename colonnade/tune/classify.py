@@ -154,7 +154,16 @@ class ExampleFeed:
     not apply to fine-tuning.
     """
 
-    def __init__(self, examples: Examples, held_out: Examples, run: RunConfig, rank: int = 0, ranks: int = 1):
+    def __init__(
+        self,
+        examples: Examples,
+        held_out: Examples,
+        class_names: Sequence[str],
+        run: RunConfig,
+        rank: int = 0,
+        ranks: int = 1,
+    ):
+        self._class_names = list(class_names)
         self.name, self.corpus, self.sample_tokens = "this list of examples", None, examples.mean_tokens
         fixed_shape = check_settings(run)
         self._sha256 = examples.sha256
@@ -189,8 +198,8 @@ class ExampleFeed:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Hash of the training examples in order."""
-        return {"examples": self._sha256}
+        """Hash of the training examples in order, and the names of their classes."""
+        return {"examples": self._sha256, **({"classes": self._class_names} if self._class_names else {})}
 
     def difference(self, old: Mapping[str, Any]) -> str | None:
         """How the examples differ from a checkpoint's, if at all."""
@@ -296,27 +305,37 @@ def fit(
     held_out: Sequence[Example] = (),
     trackers: Sequence[OpenTracker] = (),
     choices: int = 1,
+    class_names: Sequence[str] = (),
 ) -> Summary:
     """Fine-tune ``run.model`` on ``examples``, resuming from the run's newest checkpoint.
 
     Validation uses the ``held_out`` examples. ``choices`` consecutive examples are one question, of which the
-    model (with ``classes = 1``) chooses one. Raises :class:`DataError` without examples, and for examples that the
-    model does not support or that are longer than ``data.sequence``, :class:`ConfigError` for settings that do not
-    apply to fine-tuning, and what :class:`~colonnade.train.loop.Trainer` raises.
+    model (with ``classes = 1``) chooses one. ``class_names``, by number, are stored in the checkpoints. Raises
+    :class:`DataError` without examples, and for examples that the model does not support or that are longer than
+    ``data.sequence``, :class:`ConfigError` for settings that do not apply to fine-tuning, and what
+    :class:`~colonnade.train.loop.Trainer` raises.
     """
-    return Trainer(run, trackers, example_feed(run, examples, held_out, choices)).fit()
+    return Trainer(run, trackers, example_feed(run, examples, held_out, choices, class_names)).fit()
 
 
 def example_feed(
-    run: RunConfig, examples: Sequence[Example], held_out: Sequence[Example] = (), choices: int = 1
+    run: RunConfig,
+    examples: Sequence[Example],
+    held_out: Sequence[Example] = (),
+    choices: int = 1,
+    class_names: Sequence[str] = (),
 ) -> MakeFeed:
     """The data feed of such a run; raises as :func:`fit`."""
     check_settings(run)
     if not examples:
         raise DataError("there are no examples; give at least one")
+    if class_names and len(class_names) != run.model.classes:
+        raise ConfigError(
+            f"{len(class_names)} class names were given for {run.model.classes} classes; give one for each"
+        )
     check_examples(examples, run.model, run.data.sequence, choices=choices)
     check_examples(held_out, run.model, run.data.sequence, "held-out example", choices)
-    return partial(ExampleFeed, Examples(examples, choices), Examples(held_out, choices))
+    return partial(ExampleFeed, Examples(examples, choices), Examples(held_out, choices), tuple(class_names))
 
 
 @torch.no_grad()

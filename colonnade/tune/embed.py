@@ -144,15 +144,15 @@ def check_embed_settings(run: RunConfig) -> None:
     """Raise :class:`ConfigError` for settings that do not apply to embedding tuning."""
     if check_tune_settings(run, generates=False) or run.plan.cp > 1:
         raise ConfigError(
-            "embedding tuning supports data and tensor ranks, without train.compile, train.cuda_graph or a recompute "
-            "budget; leave these, --plan.pp and --plan.cp out"
+            "embedding tuning supports only dp and tp, without train.compile, train.cuda_graph or a recompute "
+            "budget; remove these, --plan.pp and --plan.cp"
         )
     if run.model.moe is not None or run.model.encoder is not None:
         raise ConfigError("embedding tuning supports dense decoders and encoders; use another model")
     if run.micro_batches > 1 and (run.train.dropout or run.train.attention_dropout or run.train.embedding_dropout):
         raise ConfigError(
-            f"with {run.micro_batches} micro-batches embeddings are computed twice, and dropout would make them "
-            "different; leave dropout out, or set --train.micro_batch to a rank's whole batch"
+            f"with {run.micro_batches} micro-batches embeddings are computed twice, and dropout would make the two "
+            "differ; remove dropout, or set --train.micro_batch to a rank's whole batch"
         )
 
 
@@ -176,7 +176,8 @@ def read_texts(
         parts = _parts(row, where)
         if each not in (0, len(parts)):
             raise DataError(
-                f"{where} has {len(parts) - 2} negatives, and the rows before {each - 2}; give all rows the same number"
+                f"{where} has {len(parts) - 2} negatives, but the rows before it have {each - 2}; all rows need the "
+                "same number"
             )
         each = len(parts)
         for text in parts:
@@ -185,7 +186,7 @@ def read_texts(
             except RequestError as why:
                 raise DataError(f"{where}: {why}") from None
             if not tokens:
-                raise DataError(f"{where} has an empty text; write one, or remove the row")
+                raise DataError(f"{where} has an empty text; fill it in, or remove the row")
             texts.append(
                 fit_conversation(
                     Conversation(tokens, [True] * len(tokens)), run.data.sequence, run.model.vocab_size, where,
@@ -200,8 +201,8 @@ def _parts(row: Mapping[str, Any], where: str) -> list[str]:
     parts = [row.get("query"), row.get("positive"), *(negatives if isinstance(negatives, list) else [None])]
     if not all(isinstance(part, str) for part in parts):
         raise DataError(
-            f"{where} needs the texts 'query' and 'positive', and 'negatives', if given, must be a "
-            "list of texts; correct the row"
+            f"{where} needs the strings 'query' and 'positive', and 'negatives', if given, must be a list of strings; "
+            "fix the row"
         )
     return parts  # type: ignore[return-value]
 
@@ -209,11 +210,11 @@ def _parts(row: Mapping[str, Any], where: str) -> list[str]:
 def embed_feed(data: Conversations, held_out: Conversations, contrast: Contrast) -> MakeFeed:
     """The data feed of embedding tuning; raises :class:`DataError` without rows."""
     if not len(data):
-        raise DataError("there are no rows; give at least one query with its positive")
+        raise DataError("there are no rows; pass at least one query with its positive")
     return VaryingFeed(partial(EmbedFeed, data, held_out, contrast))
 
 
 def check_same_texts(counts: Sequence[int], path: str | Path) -> None:
     """Raise :class:`DataError` unless training and held-out rows have the same number of texts."""
     if len(set(counts)) > 1:
-        raise DataError(f"{path} has {counts[1] - 2} negatives in a row, and the training data {counts[0] - 2}")
+        raise DataError(f"{path} has {counts[1] - 2} negatives per row, but the training data has {counts[0] - 2}")

@@ -1,7 +1,7 @@
-"""Reads the data of fine-tuning tasks in their published forms: GLUE's tables, RACE, SQuAD 1.1 and 2.0.
+"""Reads the data of fine-tuning tasks in their published formats: GLUE's tables, RACE, SQuAD 1.1 and 2.0.
 
 classify    JSON Lines {"text"} or {"first", "second"} with "label"; GLUE's TSV with its own column names (MNLI, QQP)
-choice      RACE: {"article", "questions", "options", "answers"} a file or a line
+choice      RACE: {"article", "questions", "options", "answers"} per file or line
 span        SQuAD: {"data": [{"paragraphs": [{"context", "qas": […]}]}]}
 """
 
@@ -11,14 +11,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from colonnade.config import did_you_mean
+from colonnade.config import did_you_mean, plural
 from colonnade.errors import DataError
 
 PAIRS = (
     ("first", "second"), ("sentence1", "sentence2"), ("premise", "hypothesis"), ("question1", "question2"),
     ("question", "sentence"), ("text", None), ("sentence", None),
 )  # fmt: skip
-"""Names of the two texts, or of the text, in order of precedence."""
+"""Names of the one or two text fields, in order of precedence."""
 LABELS = ("gold_label", "label", "is_duplicate")
 
 
@@ -31,7 +31,7 @@ class Text(NamedTuple):
 
 
 class Question(NamedTuple):
-    """A question about a passage, with its answers to choose from."""
+    """A question about a passage, with its options."""
 
     passage: str
     question: str
@@ -40,7 +40,7 @@ class Question(NamedTuple):
 
 
 class SpanQuestion(NamedTuple):
-    """A question whose answers are spans of a passage; an empty list if it has no answer."""
+    """A question with answers that are spans of a passage; an empty list if it has none."""
 
     id: str
     passage: str
@@ -51,7 +51,7 @@ class SpanQuestion(NamedTuple):
 
 
 def read_texts(path: Path) -> list[Text]:
-    """The labelled texts of a JSON Lines or TSV file; rows without a gold label ("-" in MNLI) are left out."""
+    """The labelled texts of a JSON Lines or TSV file; rows without a gold label ("-" in MNLI) are skipped."""
     rows = _tsv(path) if path.suffix.lower() == ".tsv" else _jsonl(path)
     found: list[Text] = []
     for place, row in rows:
@@ -65,9 +65,12 @@ def read_texts(path: Path) -> list[Text]:
             )
         first, second = row[names[0]], None if names[1] is None else row[names[1]]
         if not isinstance(first, str) or not isinstance(second, str | None):
-            raise DataError(f"{place}: '{names[0]}' or '{names[1]}' is not a text; correct or remove this row")
-        if str(row[label_name]) not in ("-", ""):
-            found.append(Text(first, second, str(row[label_name])))
+            raise DataError(f"{place}: '{names[0]}' or '{names[1]}' is not a string; fix or remove this row")
+        label = row[label_name]
+        if label is None or isinstance(label, list | dict):
+            raise DataError(f"{place}: '{label_name}' is {label!r}, not a class; fix or remove this row")
+        if str(label) not in ("-", ""):
+            found.append(Text(first, second, str(label)))
     return _not_empty(found, path)
 
 
@@ -78,7 +81,7 @@ def read_choices(path: Path) -> list[Question]:
         try:
             rows = list(zip(record["questions"], record["options"], record["answers"], strict=True))
             for question, options, answer in rows:
-                label = "ABCDEFGHIJ".index(str(answer))
+                label = list("ABCDEFGHIJ").index(answer)
                 if label >= len(options):
                     raise DataError(f"{place}: the answer {answer} is not among {len(options)} options")
                 found.append(Question(str(record["article"]), str(question), tuple(map(str, options)), label))
@@ -88,7 +91,7 @@ def read_choices(path: Path) -> list[Question]:
                 f"{type(error).__name__} {error}"
             ) from None
     if len({len(question.options) for question in found}) > 1:
-        raise DataError(f"{path} has questions with different numbers of options; give all the same number")
+        raise DataError(f"{path} has questions with different numbers of options; all must have the same number")
     return _not_empty(found, path)
 
 
@@ -123,7 +126,11 @@ def label_names(texts: Sequence[Text], known: Sequence[str] = ()) -> list[str]:
     if known:
         for name in names:
             if name not in known:
-                raise DataError(f"the label '{name}' is not in the training data{did_you_mean(name, list(known))}")
+                unknown = [text.first for text in texts if text.label == name]
+                raise DataError(
+                    f"the label '{name}' of {plural(len(unknown), 'text')}, such as {unknown[0][:40]!r}, is not in the "
+                    f"training data{did_you_mean(name, list(known))}"
+                )
         return list(known)
     if len(names) < 2:
         raise DataError(f"all labels are '{names[0]}'; a classifier needs at least two classes")
@@ -147,15 +154,15 @@ def _objects(path: Path, suffixes: tuple[str, ...]) -> Iterator[tuple[str, dict[
 
 
 def _jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    for number, line in enumerate(_text(path).splitlines(), 1):
+    for number, line in enumerate(_text(path).split("\n"), 1):
         if not line.strip():
             continue
         try:
             row = json.loads(line)
         except ValueError as error:
-            raise DataError(f"{path}:{number}: not JSON: {error}; give one object a line") from None
+            raise DataError(f"{path}:{number}: not JSON: {error}; use one object per line") from None
         if not isinstance(row, dict):
-            raise DataError(f"{path}:{number}: not a JSON object; give one object a line")
+            raise DataError(f"{path}:{number}: not a JSON object; use one object per line")
         yield f"{path}:{number}", row
 
 
@@ -177,5 +184,5 @@ def _text(path: Path) -> str:
 
 def _not_empty(found: list[Any], path: Path) -> list[Any]:
     if not found:
-        raise DataError(f"{path} has no examples; give another file")
+        raise DataError(f"{path} has no examples; use another file")
     return found

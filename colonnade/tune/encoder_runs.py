@@ -12,9 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from colonnade.checkpoint import native
 from colonnade.checkpoint.hf.pooling import read_pooling
 from colonnade.checkpoint.load_model import load_model, open_for_plan, open_model
-from colonnade.config import AS_TRAINED, DataConfig, Device, EncoderTuning, Plan, RunConfig
+from colonnade.checkpoint.native import read_class_names
+from colonnade.config import AS_TRAINED, DataConfig, Device, EncoderTuning, Plan, RunConfig, differences
 from colonnade.data.tokenizer import Tokenizer
 from colonnade.errors import ConfigError, DataError
 from colonnade.model import Transformer
@@ -58,7 +60,8 @@ class EncoderResult:
 def finetune_encoder(settings: EncoderTuning, report: Callable[[str], None] = lambda line: None) -> EncoderResult:
     """Train and score all runs; writes ``results.json`` to their folder. Finished runs are not trained again.
 
-    Raises :class:`DataError` for data in another form, :class:`ConfigError` for settings out of range.
+    Raises :class:`DataError` for data in an unknown format, :class:`ConfigError` for settings out of range or different
+    from those of the runs in the folder.
     """
     _check(settings)
     read = READERS[settings.method]
@@ -73,8 +76,11 @@ def finetune_encoder(settings: EncoderTuning, report: Callable[[str], None] = la
     if longest > opened.config.context:
         raise ConfigError(f"--sequence {longest} is more than the encoder's context of {opened.config.context}")
     task = make_task(settings.method, Pair(tokenizer, longest), rows, held_out, test)
-    if settings.distill.teacher and isinstance(task, ClassifyTask):
-        check_teacher_labels(settings.distill.teacher, task.labels)
+    class_names = task.labels if isinstance(task, ClassifyTask) else ()
+    if settings.distill.teacher and class_names:
+        check_teacher_labels(settings.distill.teacher, class_names)
+        teacher = predict_with(settings.distill.teacher, task, held_out, settings.device)
+        report(f"teacher {settings.distill.teacher}: {format_metrics(task.score(teacher, held_out))}")
     examples = task.examples(rows)
     predictions: dict[Path, Any] = {}
 
@@ -82,7 +88,8 @@ def finetune_encoder(settings: EncoderTuning, report: Callable[[str], None] = la
         config = _run_config(
             settings, task.config(opened.config), len(examples) // task.choices, longest, seed, lr, batch
         )
-        fit(config, examples, choices=task.choices)
+        check_same_run(config)
+        fit(config, examples, choices=task.choices, class_names=class_names)
         predictions[config.folder] = predict_with(config.folder, task, held_out, settings.device)
         done = SeedRun(seed, lr, batch, config.folder, task.score(predictions[config.folder], held_out))
         report(f"lr {lr:g} batch {batch} seed {seed}: {format_metrics(done.metrics)}")
@@ -119,14 +126,38 @@ def make_task(method: str, pair: Pair, rows: Sequence[Any], *others: Sequence[An
 
 
 def check_teacher_labels(teacher: str, labels: Sequence[str]) -> None:
-    """Raise :class:`ConfigError` if the Hugging Face folder ``teacher`` names other classes than ``labels``."""
-    folder = open_model(teacher).path
-    names = read_pooling(folder, kind=False).labels if folder.is_dir() else ()
+    """Raise :class:`ConfigError` if ``teacher`` does not classify, or has classes other than ``labels``."""
+    opened = open_model(teacher)
+    if (head := opened.config.task_head) != "classes":
+        raise ConfigError(
+            f"distill.teacher {teacher} has the output head '{head}' and does not classify; fine-tune it first"
+        )
+    folder = opened.path
+    names = read_class_names(folder) or read_pooling(folder, kind=False).labels
     unnamed = tuple(f"LABEL_{i}" for i in range(len(names)))
     if names not in ((), unnamed) and names != tuple(labels):
         raise ConfigError(
             f"distill.teacher {teacher} has the classes {', '.join(names)} and the data {', '.join(labels)}; use a "
             "teacher with the same labels in the same order"
+        )
+
+
+def check_same_run(run: RunConfig) -> None:
+    """Raise :class:`ConfigError` if the run's folder has one with another start, length or teacher.
+
+    A run's name has its learning rate, batch and seed only; the other run would be continued, or reported as this one.
+    """
+    newest = native.newest(run.folder)
+    there = None if newest is None else native.read_meta(newest).run
+    if there is None:
+        return
+    was, now = ((each.train.pretrained_checkpoint, each.train.steps) for each in (there, run))
+    names = ("MODEL", "steps")
+    changes = [f"{name}: {a} -> {b}" for name, a, b in zip(names, was, now, strict=True) if a != b]
+    changes += differences(there.distill, run.distill, ignore=("cache",), prefix="distill.")
+    if changes:
+        raise ConfigError(
+            f"{run.folder} has a run with other settings ({', '.join(changes)}); use another --name, or its flags"
         )
 
 
@@ -136,11 +167,11 @@ def median_run(runs: Sequence[SeedRun]) -> SeedRun:
     return next(run for run in runs if run.value == middle)
 
 
-def predict_with(folder: Path, task: EncoderTask, rows: Sequence[Any], device: Device) -> Any:
-    """The predictions of a trained run, in this process."""
+def predict_with(source: str | Path, task: EncoderTask, rows: Sequence[Any], device: Device) -> Any:
+    """The predictions of a trained model, in this process."""
     context = DistributedContext.solo(choose_device(Plan(), device))
-    opened = open_for_plan(str(folder), Plan())
-    model: Transformer = load_model(opened, context, "float32", str(folder), AS_TRAINED.layers_on_device, "stored", 64)
+    opened = open_for_plan(str(source), Plan())
+    model: Transformer = load_model(opened, context, "float32", str(source), AS_TRAINED.layers_on_device, "stored", 64)
     return task.predict(model, rows)
 
 
@@ -153,9 +184,14 @@ def _check(settings: EncoderTuning) -> None:
     if settings.method not in READERS:
         raise ConfigError(f"--method {settings.method} is not one of {', '.join(READERS)}")
     if not 1 <= settings.seeds <= 100:
-        raise ConfigError(f"--seeds {settings.seeds} is not from 1 to 100; the paper's number is 5")
+        raise ConfigError(f"--seeds {settings.seeds} is not from 1 to 100; BERT's paper uses 5")
     if not 0 < settings.epochs <= 1000:
         raise ConfigError(f"--epochs {settings.epochs} is not from 0 to 1,000")
+    if settings.distill.init == "layers":
+        raise ConfigError(
+            "--distill.init layers starts the student from the teacher's layers, and here MODEL is its start; remove "
+            "the flag, or use colonnade.tune.fit in Python"
+        )
     if not settings.lrs or not settings.batches or min(settings.batches) < 1:
         raise ConfigError("the grid needs at least one learning rate and one batch size of 1 or more")
 

@@ -1,7 +1,7 @@
 """The tasks of section 5.3 of the Megatron-LM paper as examples of an encoder, and their scores.
 
     classify   [CLS] first [SEP] second [SEP]                     accuracy (MNLI, QQP)
-    choice     [CLS] passage [SEP] question answer [SEP], each    accuracy (RACE): softmax over the answers' logits
+    choice     [CLS] passage [SEP] question answer [SEP], each    accuracy (RACE): softmax over the options' logits
     span       [CLS] question [SEP] passage [SEP], in windows     exact match and F1 (SQuAD), with the official rules
 
 A task turns rows into examples, a trained model into an array of predictions, and predictions into a score; the
@@ -23,7 +23,7 @@ from colonnade.tune.classify import Example, class_logits
 from colonnade.tune.encoder_data import Question, Text
 
 QUESTION_TOKENS = 128
-"""Most tokens of a question with an answer (choice)."""
+"""Maximum tokens of a question with an option (choice)."""
 BATCH = 32
 
 
@@ -69,7 +69,7 @@ class Pair:
 
     def __post_init__(self) -> None:
         if self.tokenizer.bos_id is None or not self.tokenizer.eos_ids:
-            raise DataError("the tokenizer has no [CLS] and [SEP]; give an encoder with its own tokenizer")
+            raise DataError("the tokenizer has no [CLS] and [SEP]; use an encoder with its own tokenizer")
 
     def join(self, first: Sequence[int], second: Sequence[int] | None) -> tuple[list[int], list[int]]:
         """(tokens, segments); the longer part is cut first."""
@@ -122,14 +122,14 @@ class ClassifyTask:
     def score(
         self, prediction: np.ndarray, rows: Sequence[Text], chosen: Mapping[str, float] | None = None
     ) -> dict[str, float]:
-        """The share of right classes."""
+        """The share of correct classes."""
         truth = np.array([self.labels.index(row.label) for row in rows])
         return {"accuracy": float((prediction.argmax(1) == truth).mean())}
 
 
 @dataclass(frozen=True)
 class ChoiceTask:
-    """One of several answers to a question about a passage."""
+    """One of several options for a question about a passage."""
 
     pair: Pair
     choices: int
@@ -139,11 +139,11 @@ class ChoiceTask:
         return start.replace(task_head="classes", classes=1, tied=True)
 
     def examples(self, rows: Sequence[Question]) -> list[Example]:
-        """A sequence for each answer; the question's label is that of the first."""
+        """A sequence for each option; the question's label is that of the first."""
         made: list[Example] = []
         for passage, question, options, label in rows:
             if len(options) != self.choices:
-                raise DataError(f"'{question[:60]}' has {len(options)} options, and others have {self.choices}")
+                raise DataError(f"'{question[:60]}' has {len(options)} options, but others have {self.choices}")
             ids = self.pair.encode(passage)
             for number, option in enumerate(options):
                 asked = self.pair.encode(_with_answer(question, option))[: min(QUESTION_TOKENS, self.pair.longest // 2)]
@@ -152,7 +152,7 @@ class ChoiceTask:
         return made
 
     def predict(self, model: Transformer, rows: Sequence[Question]) -> np.ndarray:
-        """Probabilities (questions, choices): the softmax over the answers' logits."""
+        """Probabilities (questions, choices): the softmax over the options' logits."""
         return _probabilities(model, self.examples(rows), self.choices)
 
     def average(self, predictions: Sequence[np.ndarray]) -> np.ndarray:
@@ -162,7 +162,7 @@ class ChoiceTask:
     def score(
         self, prediction: np.ndarray, rows: Sequence[Question], chosen: Mapping[str, float] | None = None
     ) -> dict[str, float]:
-        """The share of right answers."""
+        """The share of correct options."""
         return {"accuracy": float((prediction.argmax(1) == np.array([row.label for row in rows])).mean())}
 
 

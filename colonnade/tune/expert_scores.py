@@ -1,4 +1,4 @@
-"""Scores each expert's contribution on calibration texts, for pruning.
+"""Scores each expert's contribution on calibration text, for pruning.
 
 load     choices of the expert                                                                        (int64)
 gate     the mean router weight of its tokens
@@ -31,7 +31,7 @@ class ExpertScores:
 def score_experts(model: Transformer, texts: Iterable[Tensor]) -> ExpertScores:
     """The scores of ``model``'s experts on ``texts``, int64 tokens (T,) each.
 
-    Raises :class:`ConfigError` for a dense or quantised model, :class:`DataError` without texts.
+    Raises :class:`ConfigError` for a dense or quantised model, :class:`DataError` without text.
     """
     check_transformer(model)
     config, device = model.config, next(model.parameters()).device
@@ -42,7 +42,7 @@ def score_experts(model: Transformer, texts: Iterable[Tensor]) -> ExpertScores:
         (int(name.split(".")[1]), module) for name, module in model.named_modules() if isinstance(module, Experts)
     ]
     if any(module.quantised for _, module in layers):
-        raise ConfigError("quantised experts are not scored; load the model with weights='dense'")
+        raise ConfigError("quantised experts cannot be scored; load the model with weights='dense'")
     handles = [module.register_forward_pre_hook(_Hook(sums[:, layer])) for layer, module in layers]
     try:
         for text in texts:
@@ -52,7 +52,7 @@ def score_experts(model: Transformer, texts: Iterable[Tensor]) -> ExpertScores:
             handle.remove()
     load_LE, gates_LE, norms_LE = sums
     if not load_LE.any():
-        raise DataError("there were no texts to score experts on; give some texts of the task")
+        raise DataError("there was no text to score experts on; pass some text of the task")
     used_LE = load_LE.clamp(min=1)
     return ExpertScores(load_LE.long(), gates_LE / used_LE, norms_LE / used_LE)
 

@@ -1,4 +1,4 @@
-"""Selects the subset of experts whose layer output is nearest to that of all experts (NAEE, arXiv 2402.14800, section
+"""Selects the subset of experts with the layer output nearest to that of all experts (NAEE, arXiv 2402.14800, section
 3.1).
 
     minimise Σ_x ‖F_S(x) − F(x)‖²  over the subsets S of N experts of a layer
@@ -31,6 +31,17 @@ MAX_SUBSETS = 12_870
 """8 of 16 experts."""
 
 
+def check_subsets(config: ModelConfig, keep: int) -> None:
+    """Raise :class:`ConfigError` unless :func:`keep_by_output` can choose ``keep`` experts of a layer."""
+    check_keep(config, keep)
+    experts = 0 if config.moe is None else config.moe.experts
+    if (subsets := math.comb(experts, keep)) > MAX_SUBSETS:
+        raise ConfigError(
+            f"{keep} of {experts} experts are {subsets:,} subsets, more than the {MAX_SUBSETS:,} that are tried; "
+            "use --score reap"
+        )
+
+
 @torch.no_grad()
 def keep_by_output(
     model: Transformer,
@@ -41,30 +52,25 @@ def keep_by_output(
     """kept_LE: 1 for the ``keep`` experts of each layer that change its outputs least, for :func:`prune`.
 
     ``progress(done, of)`` counts layers. Raises :class:`ConfigError` for a model without experts, an impossible
-    ``keep`` and too many subsets, :class:`DataError` without texts.
+    ``keep`` and too many subsets, :class:`DataError` without text.
     """
     check_transformer(model)
-    check_keep(model.config, keep)
+    check_subsets(model.config, keep)
     moe = model.config.moe
     assert moe is not None
-    if (subsets := math.comb(moe.experts, keep)) > MAX_SUBSETS:
-        raise ConfigError(
-            f"{keep} of {moe.experts} experts are {subsets:,} subsets, more than the {MAX_SUBSETS:,} that are tried; "
-            "use --score reap"
-        )
     layers = {
         int(name.split(".")[1]): module
         for name, module in model.named_modules()
         if isinstance(module, MixtureOfExperts)
     }
     if any(module.experts.quantised for module in layers.values()):
-        raise ConfigError("quantised experts are not compared; load the model with weights='dense'")
+        raise ConfigError("quantised experts cannot be compared; load the model with weights='dense'")
     inputs = {layer: list[_Tokens]() for layer in layers}
     with _recording(layers, inputs):
         for text in texts:
             route(model, text)
     if not all(inputs.values()):
-        raise DataError("there were no texts to compare experts on; give some texts of the task")
+        raise DataError("there was no text to compare experts on; pass some text of the task")
     kept_LE = torch.zeros(model.config.layers, moe.experts)
     for done, (layer, module) in enumerate(layers.items(), 1):
         kept_LE[layer, list(_best(model.config, module, inputs.pop(layer), keep))] = 1

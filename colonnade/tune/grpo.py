@@ -1,17 +1,17 @@
-"""Reward tuning (GRPO): answers sampled by an engine in the trainer, and a policy-gradient step over their tokens.
+"""Reward tuning (GRPO): completions sampled by an engine in the trainer, and a policy-gradient step over their tokens.
 
-    rollout    the engine gets the trainer's weights and answers each prompt ``group`` times
+    rollout    the engine gets the trainer's weights and completes each prompt ``group`` times
                (:mod:`colonnade.tune.rollout_engine`)
-    reward     worker processes score the answers (:mod:`colonnade.tune.rewards`)
+    reward     worker processes score the completions (:mod:`colonnade.tune.rewards`)
     advantage  A = R − mean of the group (:mod:`colonnade.tune.rollouts`)
-    reference  with ``kl``, the answers' log-probabilities under the model that the run starts from
+    reference  with ``kl``, the completions' log-probabilities under the model that the run starts from
     step       :mod:`colonnade.model.policy_loss`
 
-(Shao 2024, arXiv 2402.03300.) A group of equal rewards has no gradient: it is left out and counted. Answers are sampled
-from the whole distribution at ``temperature``, so that the engine's log-probabilities at this temperature are those of
-the sampling distribution, as in the trainer. Seeds are derived from the position of the prompt and the number of the
-answer: a resumed run samples the same answers as an uninterrupted one, and several data ranks sample, up to rounding,
-the same as one.
+(Shao 2024, arXiv 2402.03300.) A group of equal rewards has no gradient: it is skipped and counted. Completions are
+sampled from the whole distribution at ``temperature``, so that the engine's log-probabilities at this temperature are
+those of the sampling distribution, as in the trainer. Seeds are derived from the position of the prompt and the number
+of the completion: a resumed run samples the same completions as an uninterrupted one, and several data ranks sample, up
+to rounding, the same as one.
 """
 
 import hashlib
@@ -70,7 +70,7 @@ class RewardFeed:
     def __init__(self, rows: Sequence[PromptRow], tune: TuneConfig, run: RunConfig, rank: int = 0, ranks: int = 1):
         check_reward_settings(run, tune)
         self.corpus, self.held_out, self.eval_every = None, None, 0
-        self.no_validation_reason: str | None = "the rewards of the answers are logged instead"
+        self.no_validation_reason: str | None = "the rewards of the completions are logged instead"
         self.name, self._rows, self._tune, self._run = "this data", rows, tune, run
         self.sample_tokens = float(sum(len(row.tokens) for row in rows) / max(1, len(rows)) + tune.max_tokens)
         self.samples = RolloutSamples(len(rows), run, tune, rank, ranks)
@@ -90,7 +90,7 @@ class RewardFeed:
         """How data or method differ from a checkpoint's, if at all."""
         for key, value in self.identity.items():
             if (was := old.get(key)) != value:
-                return "it has other rows" if key == "rows" else f"{key} is {value}, and was {was}"
+                return "it has different rows" if key == "rows" else f"{key} is {value}, and was {was}"
         return None
 
     # -- the reference model -------------------------------------------------------------------------------------------
@@ -127,7 +127,7 @@ class RewardFeed:
     # -- one step ------------------------------------------------------------------------------------------------------
 
     def before_step(self, model: Transformer, seen: int) -> None:
-        """Sample and score the answers of the step after ``seen`` answers; all ranks call this together."""
+        """Sample and score the completions of the step after ``seen`` completions; all ranks call this together."""
         self._dp = model.axes.dp
         if self._tune.exact and not self.samples.exact:
             self.samples.exact = make_exact(model)
@@ -151,18 +151,19 @@ class RewardFeed:
         if not scored:
             late = failures[0].startswith(TOO_LATE)
             raise DataError(
-                f"tune.reward {self._tune.reward} failed for all {count:g} answers of a step; the first one: "
-                f"{failures[0]}; " + (f"raise --tune.reward_s {self._tune.reward_s:g}" if late else "correct it")
+                f"tune.reward {self._tune.reward} failed for all {count:g} completions of a step; the first one: "
+                f"{failures[0]}; " + (f"raise --tune.reward_s {self._tune.reward_s:g}" if late else "fix it")
             )
         if failures:
             where = "" if self._dp.size == 1 else " on all ranks"
-            self._report_once(failures[0], f"{failed:g} of {count:g} rewards failed{where}, and their answers are left "
-                              f"out; the first one: {failures[0]}")  # fmt: skip
+            what = f"{failed:g} of {count:g} rewards failed{where}, and their completions are skipped"
+            self._report_once(failures[0], f"{what}; the first one: {failures[0]}")
         if skipped * group == count:
             self._report_once(
-                "equal", "no prompt has answers with different rewards, so this step has no gradient; use a reward "
-                "that differs between the answers to a prompt, or a larger --tune.group"
-            )  # fmt: skip
+                "equal",
+                "no prompt has completions with different rewards, so this step has no gradient; use a reward that "
+                "differs between the completions of a prompt, or a larger --tune.group",
+            )
         self._metrics = {
             "reward": total / scored,
             "reward_failures": failed,
@@ -171,7 +172,7 @@ class RewardFeed:
         }
 
     def _sample(self, positions: range, rows: Sequence[PromptRow], engine: Engine) -> list[Any]:
-        """(tokens, log-probabilities, advantage, reward, reason of failure) of each answer to ``rows``."""
+        """(tokens, log-probabilities, advantage, reward, reason of failure) of each completion of ``rows``."""
         tune = self._tune
         numbers = [position * tune.group + answer for position in positions for answer in range(tune.group)]
         params = [
@@ -235,7 +236,7 @@ def _tokenizer(run: RunConfig) -> Tokenizer:
     tokenizer = start_tokenizer(run)
     if tokenizer is None:
         raise DataError(
-            f"{run.train.pretrained_checkpoint} has no tokenizer, and answers are text; use a model with one"
+            f"{run.train.pretrained_checkpoint} has no tokenizer, but completions are text; use a model with one"
         )
     return tokenizer
 
@@ -245,16 +246,16 @@ def check_reward_settings(run: RunConfig, tune: TuneConfig) -> None:
     plan = run.plan
     if check_tune_settings(run) or plan.cp > 1:
         raise ConfigError(
-            "reward tuning supports data and tensor ranks, without train.compile, train.cuda_graph or a recompute "
-            "budget; leave these, --plan.pp and --plan.cp out"
+            "reward tuning supports only dp and tp, without train.compile, train.cuda_graph or a recompute "
+            "budget; remove these, --plan.pp and --plan.cp"
         )
     ranks = plan.data_ranks
     if run.train.batch % (tune.group * ranks):
         unit = tune.group * ranks
         ranked = "" if ranks == 1 else f" times {ranks} data ranks"
         raise ConfigError(
-            f"train.batch {run.train.batch} counts answers and is not divisible by tune.group {tune.group}{ranked}; "
-            f"make it a multiple, such as {-(-run.train.batch // unit) * unit}"
+            f"train.batch {run.train.batch} counts completions and is not divisible by tune.group "
+            f"{tune.group}{ranked}; use a multiple, such as {-(-run.train.batch // unit) * unit}"
         )
     if not tune.reward:
         raise ConfigError("reward tuning needs a reward function; set --tune.reward FILE.py:FUNCTION")
@@ -262,19 +263,19 @@ def check_reward_settings(run: RunConfig, tune: TuneConfig) -> None:
         raise ConfigError("reward tuning supports dense models only: the engine routes tokens by its own settings")
     if run.model.lora is not None and run.model.lora.base != "stored":
         raise ConfigError(
-            f"reward tuning merges adapters into the engine's weights; leave lora.base {run.model.lora.base} out"
+            f"reward tuning merges adapters into the engine's weights; remove lora.base {run.model.lora.base}"
         )
     if tune.exact and (plan.world > 1 or run.model.lora is not None):
-        raise ConfigError("tune.exact supports one process without adapters; leave --tune.exact out")
+        raise ConfigError("tune.exact supports one process without adapters; remove --tune.exact")
     if run.train.dropout or run.train.attention_dropout or run.train.embedding_dropout:
-        raise ConfigError("dropout would change the probabilities of the sampled tokens; leave it out")
+        raise ConfigError("dropout would change the probabilities of the sampled tokens; remove it")
 
 
 def reward_feed(rows: Sequence[PromptRow], tune: TuneConfig, run: RunConfig) -> MakeFeed:
-    """The data feed of reward tuning; raises :class:`DataError` for prompts that leave no room for an answer."""
+    """The data feed of reward tuning; raises :class:`DataError` for prompts that leave no room for a completion."""
     check_reward_settings(run, tune)
     if not rows:
-        raise DataError("there are no prompts; give at least one")
+        raise DataError("there are no prompts; pass at least one")
     named = [(row.where or f"prompt {number}", len(row.tokens)) for number, row in enumerate(rows, 1)]
     for where, length in named:
         if not length:
@@ -289,7 +290,7 @@ def reward_feed(rows: Sequence[PromptRow], tune: TuneConfig, run: RunConfig) -> 
         limit = f"a sequence of {sequence:,}{', the context of the model' if sequence == run.model.context else ''}"
         remedy = f"set {', or '.join(remedies)}" if remedies else "shorten or remove it"
         raise DataError(
-            f"{where}: the longest prompt has {longest:,} tokens, and with an answer of {tune.max_tokens:,} it does "
+            f"{where}: the longest prompt has {longest:,} tokens, and with a completion of {tune.max_tokens:,} it does "
             f"not fit {limit}; {remedy}"
         )
     return VaryingFeed(partial(RewardFeed, list(rows), tune))

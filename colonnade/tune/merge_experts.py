@@ -1,11 +1,11 @@
 """Expert merging: groups each layer's experts by similarity and averages each group (M-SMoE, arXiv 2310.01334).
 
-    the N most used experts lead a group; every other joins the leader whose router scores are most like its own
+    the N most used experts lead a group; every other joins the leader with the most similar router scores
     W = Σ_e load_e · P_e W_e / Σ_e load_e            P_e: the order of e's hidden units that fits its leader best
 
 The router keeps its scores for all E experts, and a choice of an expert is mapped to its group. So experts that differ
 only in the order of their hidden units are merged without changing the function, for any router. Scores are compared by
-the cosine of their columns over some texts (section 3.1). Hidden units are matched by the inner product of their
+the cosine of their columns over some text (section 3.1). Hidden units are matched by the inner product of their
 weights, with an auction (Bertsekas, 1988) instead of the Hungarian method, so that it runs as tensor operations.
 """
 
@@ -16,15 +16,15 @@ import torch
 from torch import Tensor, nn
 
 from colonnade.config import ModelConfig
-from colonnade.errors import ConfigError, DataError, PlanError
+from colonnade.errors import CheckpointError, ConfigError, DataError, PlanError
 from colonnade.model import Transformer
 from colonnade.model.moe import MixtureOfExperts, Router
 from colonnade.model.weight_memory import WeightMemory
 from colonnade.tune.prune_experts import check_transformer, route
 
 AUCTION_STEP = 1e-2
-"""The least raise of a bid, relative to the largest inner product: a match is at most this much worse a unit. With a
-tenth of it, random matrices of 576 units match 0.1% better in five times the time."""
+"""The minimum raise of a bid, relative to the largest inner product: a match is at most this much worse per unit. With
+a tenth of it, random matrices of 576 units match 0.1% better in five times the time."""
 
 
 def check_merge(config: ModelConfig, merge: int) -> None:
@@ -34,7 +34,7 @@ def check_merge(config: ModelConfig, merge: int) -> None:
         raise ConfigError("this model has no experts to merge")
     if moe.merged:
         raise ConfigError(
-            f"the {moe.experts} experts are merged into {moe.merged} already; merge those of the original"
+            f"the {moe.experts} experts are already merged into {moe.merged}; merge those of the original model"
         )
     if not 1 <= merge < moe.experts:
         raise ConfigError(f"{moe.experts} experts cannot be merged into {merge}; use 1 to {moe.experts - 1}")
@@ -46,19 +46,22 @@ def merge_experts(model: Transformer, texts: Iterable[Tensor], merge: int) -> Tr
     (T,).
 
     ``model`` is whole, on one process, and not quantised. Raises :class:`ConfigError` as :func:`check_merge`,
-    :class:`PlanError` for a sharded model, :class:`DataError` without texts.
+    :class:`PlanError` for a sharded model, :class:`DataError` without text, :class:`CheckpointError` for weights that
+    are not finite.
     """
     check_transformer(model)
     check_merge(model.config, merge)
     if (ranks := model.axes.experts.tokens.size) > 1:
-        raise PlanError(f"merging takes a whole model on one process, not over {ranks}; load it alone")
+        raise PlanError(
+            f"merging needs the whole model in one process, not sharded over {ranks}; load it without a plan"
+        )
     layers = {
         int(name.split(".")[1]): module
         for name, module in model.named_modules()
         if isinstance(module, MixtureOfExperts)
     }
     if any(module.experts.quantised for module in layers.values()):
-        raise ConfigError("quantised experts are not merged; load the model with weights='dense'")
+        raise ConfigError("quantised experts cannot be merged; load the model with weights='dense'")
     use = _measure(model, layers, texts)
     moe = model.config.moe
     assert moe is not None
@@ -116,7 +119,7 @@ def _measure(model: Transformer, layers: dict[int, MixtureOfExperts], texts: Ite
         for handle in handles:
             handle.remove()
     if not any(bool(each.load_E.any()) for each in use.values()):
-        raise DataError("there were no texts to measure the experts' use on; give some texts of the task")
+        raise DataError("there was no text to measure the experts' use on; pass some text of the task")
     return use
 
 
@@ -156,6 +159,8 @@ def match(likeness_FF: Tensor, step: float = AUCTION_STEP) -> Tensor:
     In each round all unassigned rows bid for columns; the total is within F · ``step`` · max|likeness| of the
     best.
     """
+    if not likeness_FF.isfinite().all():  # no bid would win
+        raise CheckpointError("experts whose weights are not finite cannot be compared; use another checkpoint")
     F, device = len(likeness_FF), likeness_FF.device
     raise_by = step * float(likeness_FF.abs().max().clamp(min=1e-30))
     price_F = torch.zeros(F, dtype=likeness_FF.dtype, device=device)

@@ -1,11 +1,11 @@
-"""On-policy distillation (GKD, arXiv 2306.13649): the student continues a share of the texts itself.
+"""On-policy distillation (GKD, arXiv 2306.13649): the student continues a share of the documents itself.
 
     text       the document in the middle of a sample: its tokens to the middle, then the continuation, sampled at
                temperature 1, to where the document or the sample ended
     loss       on the continuation only the divergence from the teacher; on all other tokens the run's usual mixture
 
 The position in the run's order determines which samples are continued, and with which seed: a resumed run trains on the
-same texts. An engine in the trainer gets the current weights before each step. Supports one process.
+same text. An engine in the trainer gets the current weights before each step. Supports one process.
 """
 
 from dataclasses import replace
@@ -147,10 +147,10 @@ def _seed(seed: int, position: int) -> int:
 
 def _check(run: RunConfig) -> None:
     if not run.distill.teacher:
-        raise ConfigError("distill.on_policy needs a teacher; set --distill.teacher, or leave distill.on_policy out")
+        raise ConfigError("distill.on_policy needs a teacher; set --distill.teacher, or remove distill.on_policy")
     if run.plan.world > 1:
-        raise ConfigError("distill.on_policy samples in the trainer's process; leave --plan out")
+        raise ConfigError("distill.on_policy samples in the trainer's process; remove --plan")
     if run.distill.cache or run.train.cuda_graph:
         raise ConfigError(
-            "distill.on_policy makes new texts in every step; leave distill.cache and train.cuda_graph out"
+            "distill.on_policy generates new text in every step; remove distill.cache and train.cuda_graph"
         )

@@ -2,7 +2,7 @@
 
 A sample is one row of the data: a conversation, or several that belong together (a preference's two). There is no
 padding, unless all micro-batches need the same shape (pipelines, torch.compile): then a micro-batch is filled up to
-``data.sequence`` tokens a conversation with sequences that have no targets.
+``data.sequence`` tokens per conversation with sequences that have no targets.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -104,7 +104,8 @@ class TuneFeed:
         self.samples, every = loader(validation=False), run.train.eval_every
         if every and not held_out:
             raise DataError(
-                f"train.eval_every is {every}, and no rows are held out; give a file with --held_out, or leave it out"
+                f"train.eval_every is {every}, but no rows are held out; pass a file with --held_out, or unset "
+                "train.eval_every"
             )
         self.no_validation_reason = "no rows are held out" if every is None and not held_out else None
         self.eval_every = 0 if self.no_validation_reason else EVAL_EVERY if every is None else every
@@ -115,7 +116,7 @@ class TuneFeed:
         for key, value in self.identity.items():
             if (was := old.get(key)) != value:
                 if key == "rows":
-                    return "it has other rows, or another order of them"
+                    return "it has different rows, or a different order"
                 return f"{key} is {value}, and was {was}"
         return None
 
@@ -128,20 +129,20 @@ def check_tune_settings(run: RunConfig, *, generates: bool = True) -> bool:
     t, defaults = run.train, DataConfig()
     if generates and not run.model.causal:
         raise ConfigError(
-            "conversations need a model that generates text, and this one is an encoder; use another model"
+            "conversations need a model that generates text, but this one is an encoder; use another model"
         )
     for name in ("path", "separate_documents", "mask_share", "mask_ngram", "short_seq_prob"):
         if (value := getattr(run.data, name)) != (default := getattr(defaults, name)):
-            raise ConfigError(f"data.{name} is {value}, and applies to text in a corpus; leave it at {default}")
+            raise ConfigError(f"data.{name} is {value}, but applies only to text in a corpus; set it to {default}")
     if run.model.moe is not None and run.model.moe.router.kind == "task":
-        raise ConfigError("router 'task' needs the task of each token, and conversations have none; use another router")
+        raise ConfigError("router 'task' needs the task of each token, but conversations have none; use another router")
     needs_fixed_shape = {"plan.pp": run.plan.pp > 1, "train.compile": t.compile, "train.cuda_graph": t.cuda_graph,
              "train.recompute budget": t.recompute == "budget"}  # fmt: skip
     reasons = [name for name, applies in needs_fixed_shape.items() if applies]
     if reasons and run.model.moe is not None:
         raise ConfigError(
-            f"{reasons[0]} needs micro-batches of one shape, and experts would be balanced over the padding; leave "
-            "it out, or fine-tune a dense model"
+            f"{reasons[0]} needs micro-batches of one shape, and experts would be balanced over the padding; remove "
+            "it, or fine-tune a dense model"
         )
     return bool(reasons)
 
@@ -155,7 +156,7 @@ def _conversation_samples(
 def sft_feed(data: Conversations, held_out: Conversations) -> MakeFeed:
     """The data feed of supervised fine-tuning; raises :class:`DataError` without conversations."""
     if not len(data):
-        raise DataError("there are no conversations; give at least one")
+        raise DataError("there are no conversations; pass at least one")
     samples = partial(_conversation_samples, data, held_out)
     identity = {"method": "sft", "rows": data.sha256}
     return partial(TuneFeed, samples, identity, data.mean_tokens, len(held_out))

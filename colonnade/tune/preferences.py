@@ -30,7 +30,7 @@ from colonnade.tune.chats import Conversation, Conversations, Preference
 from colonnade.tune.packing import TuneFeed, pack_rows
 
 SCORING_REPORT_S = 10.0
-"""Least time between two lines about the scores of the reference model [s]."""
+"""Minimum time between two lines about the scores of the reference model [s]."""
 
 
 class PreferenceSamples:
@@ -45,7 +45,7 @@ class PreferenceSamples:
         """(pairs, 2) float64; None until the scores exist."""
 
     def pack(self, samples: np.ndarray, numbers: np.ndarray) -> Batch:
-        """The batch of these pairs; without reference scores its loss is that of log-probabilities alone."""
+        """The batch of these pairs; without reference scores its loss is that of the log-probabilities alone."""
         rows = [self._data.at(2 * int(i) + side) for i in samples for side in (0, 1)]
         batch = pack_rows(rows, self._sequence, per_sample=2, fixed_shape=self._fixed_shape)
         lengths = [len(tokens) for tokens, _ in rows]
@@ -121,7 +121,9 @@ class PreferenceFeed(TuneFeed):
             scores = scores / seen[:, None]
             if not scores.isfinite().all():
                 bad = int((~scores.isfinite().all(1)).nonzero()[0])
-                raise DataError(f"the reference model gives pair {bad} a probability of 0; remove it, or use float32")
+                raise DataError(
+                    f"the reference model gives pair {bad} a probability of 0; remove the pair, or use float32"
+                )
             if world.rank == 0:
                 _write(file, scores.numpy())
             world.max_(torch.zeros(()))  # wait for the file
@@ -175,5 +177,5 @@ def flatten(pairs: Sequence[Preference]) -> list[Conversation]:
 def preference_feed(data: Conversations, held_out: Conversations, tune: TuneConfig) -> MakeFeed:
     """The data feed of preference tuning; raises :class:`DataError` without pairs."""
     if not len(data):
-        raise DataError("there are no pairs; give at least one")
+        raise DataError("there are no pairs; pass at least one")
     return partial(PreferenceFeed, data, held_out, tune)

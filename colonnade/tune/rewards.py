@@ -3,7 +3,7 @@
     reward(prompt: str, answer: str, row: dict) -> float
 
 A reward fails if it raises, ends its process, does not return a finite number, or exceeds the time limit: its sample is
-left out, the process is replaced, and the run continues. Messages are JSON, so nothing from a worker is unpickled.
+skipped, the process is replaced, and the run continues. Messages are JSON, so nothing from a worker is unpickled.
 """
 
 import json
@@ -26,14 +26,14 @@ START_S = 120.0
 
 
 class Scored(NamedTuple):
-    """The reward of an answer, or the reason for its absence."""
+    """The reward of a completion, or the reason why it is missing."""
 
     reward: float | None
     failure: str = ""
 
 
 class Answer(NamedTuple):
-    """What is scored."""
+    """A sample to score."""
 
     prompt: str
     answer: str
@@ -136,7 +136,7 @@ class _Worker:
             )
 
     def send(self, answer: Answer) -> None:
-        """Begin one call; if the worker has died, receiving its answer fails."""
+        """Begin one call; if the worker has died, receiving its result fails."""
         with suppress(OSError):
             self.pipe.send_bytes(json.dumps(answer._asdict()).encode())
 

@@ -2,8 +2,8 @@
 
     refresh    the trainer's weights are copied into the engine's: gathered from FSDP's shards, adapters merged
     sample     the first tensor rank of each data rank schedules; the others run its work
-    release    the KV cache's memory is freed while the trainer computes, unless the free memory beside it exceeds the
-               peak of the last step: CUDA graphs contain the cache's addresses, and would be captured in each step
+    release    the KV cache's memory is freed while the trainer computes, unless the memory left free exceeds the peak
+               of the last step: CUDA graphs contain the cache's addresses, and would be captured in each step
 
 The engine has the tensor ranks of the trainer, so a tensor rank's shards are the same in both; each data rank has its
 own engine for its own prompts.
@@ -32,12 +32,12 @@ class RolloutEngine:
     """The engine of one rank."""
 
     def __init__(self, run: RunConfig, tune: TuneConfig, tokenizer: Tokenizer, answers: int):
-        """``answers``: the number of answers in a step on this data rank."""
+        """``answers``: the number of completions in a step on this data rank."""
         self._run, self._tokenizer = run, tokenizer
         self._requests, self._exact = min(answers, tune.requests), tune.exact
         self.engine: Engine | None = None
         self._peak_is_known = False
-        """Whether a training step was taken, whose peak memory counts."""
+        """Whether a training step was taken, so that its peak memory is known."""
 
     def run(self, trained: Transformer, sample: Callable[[Engine], Any]) -> Any:
         """Calls ``sample`` with an engine that has the weights of ``trained``, on the first tensor rank; all ranks get

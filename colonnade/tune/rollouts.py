@@ -1,11 +1,11 @@
-"""Sampled answers as training samples: their advantages, and the batches made of them.
+"""Sampled completions as training samples: their advantages, and the batches built from them.
 
     A = R − mean of the group, or that divided by (its standard deviation + 1e-4)
 
-The loss is divided by the number of tokens (DAPO, Yu 2025), by the number of answers with the mean over each (GRPO), or
-by the number of answers times ``max_tokens`` (Dr. GRPO, Liu 2025, arXiv 2503.20783). Answers without a reward and
-groups of equal rewards are left out. An answer with exactly its group's mean reward has A = 0 and counts in the
-divisor.
+The loss is divided by the number of tokens (DAPO, Yu 2025), by the number of completions with the mean over each
+(GRPO), or by the number of completions times ``max_tokens`` (Dr. GRPO, Liu 2025, arXiv 2503.20783). Completions without
+a reward and groups of equal rewards are skipped. A completion with exactly its group's mean reward has A = 0 and counts
+in the divisor.
 """
 
 import math
@@ -26,17 +26,19 @@ from colonnade.tune.rewards import Scored
 
 
 class Rollout(NamedTuple):
-    """One answer with its log-probabilities and advantage."""
+    """One completion with its log-probabilities and advantage."""
 
     prompt: list[int]
     answer: list[int]
     logp: list[float]
     advantage: float | None
-    """None: it is left out."""
+    """None: it is skipped."""
 
 
 def advantages(scored: Sequence[Scored], *, normalise: bool) -> list[float | None]:
-    """The advantage of each answer of one group; None without a reward, or if all rewards of the group are equal."""
+    """The advantage of each completion of one group; None without a reward, or if all rewards of the group are
+    equal.
+    """
     rewards = [each.reward for each in scored if each.reward is not None]
     if not rewards or max(rewards) == min(rewards):
         return [None] * len(scored)
@@ -48,7 +50,7 @@ def advantages(scored: Sequence[Scored], *, normalise: bool) -> list[float | Non
 
 
 def pack_rollouts(rollouts: Sequence[Rollout], sequence: int, tune: TuneConfig, exact: str = "") -> Batch:
-    """The batch of ``rollouts``; those that are left out have no targets. ``exact`` as in :class:`PolicySettings`."""
+    """The batch of ``rollouts``; skipped ones have no targets. ``exact`` as in :class:`PolicySettings`."""
     rows, policy = [], list[tuple[float, float, float, float]]()
     for prompt, answer, logp, advantage in rollouts:
         counts = [False] * len(prompt) + [advantage is not None] * len(answer)

@@ -26,7 +26,7 @@ from colonnade.tune.encoder_tasks import BATCH, Pair
 STRIDE = 128
 QUESTION_TOKENS = 64
 ANSWER_TOKENS = 30
-"""Longest answer."""
+"""Maximum length of an answer."""
 _BEST = 20
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _ARTICLES = re.compile(r"\b(a|an|the)\b")

@@ -4,8 +4,8 @@
     up = [up_e …], gate = [gate_e …], down = [ḡ_e down_e …]                hidden width A · F_e
 
 Attention, embeddings and norms are the teacher's, and shared experts are appended as they are. A model of one expert
-computes the same; others need training, best by distillation from the mixture (:mod:`colonnade.train.distill`). Layers
-that are narrower than the widest are padded with hidden units of zero.
+computes the same; others need training, preferably by distillation from the mixture (:mod:`colonnade.train.distill`).
+Layers that are narrower than the widest are padded with hidden units of zero.
 """
 
 import torch
@@ -16,7 +16,7 @@ from colonnade.errors import ConfigError, PlanError
 from colonnade.model import Transformer
 from colonnade.model.weight_memory import WeightMemory
 from colonnade.tune.expert_scores import ExpertScores
-from colonnade.tune.prune_experts import check_transformer
+from colonnade.tune.prune_experts import check_dense, check_transformer
 
 DENSE_FAMILY = {"mixtral": "llama", "qwen2_moe": "qwen2", "qwen3_moe": "qwen3"}
 """The families of dense models with the same layers."""
@@ -28,11 +28,13 @@ def dense_config(config: ModelConfig, keep: int) -> ModelConfig:
     if moe is None:
         raise ConfigError("this model has no experts to concatenate")
     if moe.merged:
-        raise ConfigError(f"the {moe.experts} experts are merged into {moe.merged}; make the original dense")
+        raise ConfigError(f"the {moe.experts} experts are already merged into {moe.merged}; convert the original model")
     if not 1 <= keep <= moe.experts:
         raise ConfigError(f"{keep} of {moe.experts} experts cannot be concatenated; use 1 to {moe.experts}")
     if moe.shared_gate:
-        raise ConfigError("a gate of shared experts depends on the token, and a dense layer has none; prune instead")
+        raise ConfigError(
+            "the gate of shared experts depends on the token, which a dense layer cannot represent; prune instead"
+        )
     width = keep * moe.ffn_width + moe.shared_width
     if moe.count_expert_layers(config.layers) < config.layers:
         width = max(width, config.ffn_width)
@@ -48,7 +50,10 @@ def to_dense(model: Transformer, scores: ExpertScores, keep: int | None = None) 
     """
     check_transformer(model)
     if (ranks := model.axes.experts.tokens.size) > 1:
-        raise PlanError(f"this takes a whole model on one process, and this is distributed over {ranks}; load it alone")
+        raise PlanError(
+            f"this needs the whole model in one process, but it is sharded over {ranks}; load it without a plan"
+        )
+    check_dense(model)
     moe = model.config.moe
     keep = keep or (1 if moe is None else moe.active)
     config = dense_config(model.config, keep)

@@ -55,8 +55,8 @@ def tuned_run(model: str | Path, *, lora: LoraConfig | None = None, sequence: in
     train = settings.pop("train", TrainConfig())
     if train.pretrained_checkpoint not in ("", str(model)):
         raise ConfigError(
-            f"train.pretrained_checkpoint {train.pretrained_checkpoint} is not the model {model} to "
-            f"fine-tune; leave it out"
+            f"train.pretrained_checkpoint {train.pretrained_checkpoint} is not the model {model} to fine-tune; remove "
+            "it"
         )
     train = train.replace(pretrained_checkpoint=str(model))
     settings = {"name": "tuned", **settings}
@@ -71,7 +71,7 @@ class Data(NamedTuple):
 
 
 class DataSource(NamedTuple):
-    """What a method reads its data from."""
+    """The source of a method's data."""
 
     run: RunConfig
     tune: TuneConfig
@@ -96,7 +96,7 @@ def _sft(source: DataSource) -> Data:
 
     rows = read(data)
     if not len(rows):
-        raise DataError(f"{data} has no rows; write one conversation a line")
+        raise DataError(f"{data} has no rows; write one conversation per line")
     return Data(sft_feed(rows, Conversations([]) if held_out is None else read(held_out)), len(rows))
 
 
@@ -121,7 +121,7 @@ def _dpo(source: DataSource) -> Data:
 
     rows = read(data)
     if not len(rows):
-        raise DataError(f"{data} has no rows; write one preference a line")
+        raise DataError(f"{data} has no rows; write one preference per line")
     feed = preference_feed(rows, Conversations([]) if held_out is None else read(held_out), tune)
     return Data(feed, len(rows) // 2)
 
@@ -132,13 +132,13 @@ def _grpo(source: DataSource) -> Data:
     from colonnade.tune.grpo import PromptRow, check_reward_settings, reward_feed  # imports the engine
 
     if held_out is not None:
-        raise ConfigError("--held_out does not apply to grpo, which logs the rewards of new answers; leave it out")
+        raise ConfigError("--held_out does not apply to grpo, which logs the rewards of new completions; remove it")
     check_reward_settings(run, tune)
     load_reward(tune.reward)  # before the rows are read, which may take long
     rows: list[PromptRow] = []
     for where, row in read_rows(data, report):
         if "prompt" not in row:
-            raise DataError(f"{where} has no 'prompt'; write a text or a list of messages")
+            raise DataError(f"{where} has no 'prompt'; write a string or a list of messages")
         tokens = encode_prompt(row["prompt"], tokenizer, where)
         rows.append(PromptRow(tokens, tokenizer.decode(tokens), row, where))
     return Data(reward_feed(rows, tune, run), len(rows) * tune.group)
@@ -160,7 +160,7 @@ METHODS: dict[str, ReadData] = {"sft": _sft, "dpo": _dpo, "grpo": _grpo, "embed"
 
 
 def log_interval(method: str, steps: int) -> int:
-    """Steps between two lines of metrics: 1 in short runs and where answers are sampled, at most 10."""
+    """Steps between two lines of metrics: 1 in short runs and where completions are sampled, at most 10."""
     return 1 if method == "grpo" else min(10, max(1, steps // 20))
 
 
@@ -181,7 +181,7 @@ class Tuner:
         trackers: Sequence[OpenTracker] = (),
         methods: Mapping[str, ReadData] = METHODS,
     ):
-        """``held_out`` is a file of the same form for validation. ``set_steps`` replaces ``train.steps`` by
+        """``held_out`` is a file in the same format for validation. ``set_steps`` replaces ``train.steps`` with
         ``tune.epochs`` passes over the data, ``set_log_every`` ``train.log_every`` by :func:`log_interval`. ``report``
         receives lines about the rows that are read.
 
@@ -210,5 +210,5 @@ class Tuner:
 def _tokenizer(model: str) -> Tokenizer:
     tokenizer = Tokenizer.from_model(open_model(model).tokenizer_source)
     if tokenizer is None:
-        raise DataError(f"{model} has no tokenizer, and conversations are text; use a model with one")
+        raise DataError(f"{model} has no tokenizer, but conversations are text; use a model with one")
     return tokenizer

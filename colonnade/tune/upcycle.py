@@ -1,4 +1,4 @@
-"""Sparse upcycling: replaces each dense FFN by experts that are copies of it (Komatsuzaki 2022, arXiv 2212.05055).
+"""Sparse upcycling: replaces each dense FFN with experts that are copies of it (Komatsuzaki 2022, arXiv 2212.05055).
 
     down(act(gate(x)) ⊙ up(x))  =  Σ_j w_j · expert_{i_j}(x)        E equal experts, Σ_j w_j = 1
 
@@ -26,35 +26,37 @@ def check_expert_counts(experts: int, active: int) -> None:
     """Raise :class:`ConfigError` for numbers of experts that upcycling does not support."""
     if active > experts:
         raise ConfigError(
-            f"a token cannot go to {active} of {experts} experts; make {active} or more, or let it go to fewer "
+            f"a token cannot go to {active} of {experts} experts; create {active} or more, or use fewer per token "
             "(--upcycle and --active of colonnade convert)"
         )
     if active < 2:
         raise ConfigError(
-            "with one expert per token its weight is a probability, not 1, so the outputs would change; use 2 or more"
+            "with one expert per token the expert's weight is a probability, not 1, so the outputs would change; use "
+            "2 or more"
         )
 
 
 def upcycled_config(config: ModelConfig, experts: int, active: int = 2, **moe: object) -> ModelConfig:
     """The config of the upcycled model; ``moe`` are further fields of MoeConfig (every, first, balance, …).
 
-    Raises :class:`ConfigError` for a model that has experts already, and for weights that would not sum to 1.
+    Raises :class:`ConfigError` for a model that already has experts, and for weights that would not sum to 1.
     """
     if config.moe is not None:
-        raise ConfigError(f"this model has {config.moe.experts} experts already; upcycling starts from a dense one")
+        raise ConfigError(f"this model already has {config.moe.experts} experts; upcycling needs a dense model")
     check_expert_counts(experts, active)
     made = MoeConfig(experts=experts, active=active, ffn_width=config.ffn_width, **moe)  # type: ignore[arg-type]
     if not made.router.normalise or made.router.scale != 1 or made.shared_width or made.capacity not in (None, 0):
         raise ConfigError(
-            "a token's weights must sum to 1 and all its experts take it, with none shared, or the outputs change; "
-            "leave router.normalise, router.scale, shared_width and capacity as they are by default"
+            "a token's weights must sum to 1, with no token dropped and no shared expert, or the outputs change; "
+            "keep the defaults of router.normalise, router.scale, shared_width and capacity"
         )
     return config.replace(moe=made)
 
 
 @torch.no_grad()
 def upcycle(model: Transformer, experts: int, active: int = 2, *, seed: int = 0, **moe: object) -> Transformer:
-    """A new model in which every expert is a copy of ``model``'s FFN; until it is trained it computes the same.
+    """A new model in which every expert is a copy of ``model``'s FFN; until it is trained it computes the same
+    function.
 
     ``model`` is whole, on one process; the result, once saved, loads under any layout. Raises :class:`PlanError` for a
     sharded model, :class:`ConfigError` as :func:`upcycled_config`, :class:`CapacityError` if memory is too small for
@@ -63,7 +65,7 @@ def upcycle(model: Transformer, experts: int, active: int = 2, *, seed: int = 0,
     check_transformer(model)
     if (ranks := model.axes.experts.tokens.size) > 1:
         raise PlanError(
-            f"upcycling takes a whole model on one process, and this is distributed over {ranks}; load it alone"
+            f"upcycling needs the whole model in one process, but it is sharded over {ranks}; load it without a plan"
         )
     config = upcycled_config(model.config, experts, active, **moe)
     sample = next(model.parameters())

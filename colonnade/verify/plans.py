@@ -108,7 +108,7 @@ HEAD_WIDTH, VOCABULARY, CONTEXT = 4, 211, 64
 LEAST_HIDDEN = 57
 """With this many no rank of 8 or fewer is without hidden units."""
 EXPERTS, EXPERT_WIDTH = 16, 24
-"""Most experts, and hidden units of each, which divide over 2, 3, 4 and 8 ranks."""
+"""Maximum number of experts, and of their hidden units; both can be divided over 2, 3, 4 and 8 ranks."""
 CAPACITY_TOKENS = 2
 """A capacity that the sequences of a step exceed."""
 

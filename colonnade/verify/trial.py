@@ -188,7 +188,7 @@ def batch(lengths: list[int], number: int, seed: int, config: ModelConfig) -> Ba
 
 
 def _with_sources(plain: Batch, lengths: list[int], generator: torch.Generator, config: ModelConfig) -> Batch:
-    """``plain`` with a random source for each sequence, of other lengths than the targets'."""
+    """``plain`` with a random source for each sequence, with lengths that differ from the targets'."""
     sizes = [1 + (3 * n) % 11 for n in lengths]
     sources = Packed.of(sizes)
     stride = max(*lengths, *sizes, 32)

@@ -87,7 +87,7 @@ class Drawing:
             '<defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
             f'<path d="M0 0 L8 4 L0 8 z" fill="{self.colours.line}"/></marker></defs>'
         )
-        label = "Data flow: text is trained on, one checkpoint is kept, requests are served, by one forward pass"
+        label = "Data flow: one forward pass trains on text, saves one checkpoint and serves requests"
         return (
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
             f'aria-label="{label}">\n{tip}\n' + "\n".join(self.parts) + "\n</svg>\n"

@@ -1,12 +1,12 @@
-"""Tables of flags in docs/reference/cli.md, made from what each verb says with --help.
+"""Tables of flags in docs/reference/cli.md, generated from each verb's --help.
 
     python docs/hooks/flags.py            writes them
-    python docs/hooks/flags.py --check    fails where they are not what --help says
+    python docs/hooks/flags.py --check    fails if they differ from --help
 
-A table stands between two comments. The first says which: ``<!-- flags: eval -->`` all of a verb's, ``<!-- flags: chat
-beyond generate -->`` those that the other verb lacks or explains otherwise, ``<!-- flags: serve of plan device -->``
-those that are so called or so begin; ``finetune:span`` means those of a method, ``speech:train`` those of a subcommand.
-``<!-- flags: end -->`` is the second.
+A table is between two comments. The first selects the flags: ``<!-- flags: eval -->`` all of a verb's, ``<!-- flags:
+chat beyond generate -->`` those that the other verb lacks or explains differently, ``<!-- flags: serve of plan device
+-->`` those with these names or prefixes; ``finetune:span`` means those of a method, ``speech:train`` those of a
+subcommand. The second is ``<!-- flags: end -->``.
 """
 
 import io
@@ -32,15 +32,15 @@ class Flag(NamedTuple):
     meaning: str
     default: str
     off: str | None
-    """The flag that turns it off, where it is on by default."""
+    """The flag that turns it off, if it is on by default."""
 
 
 def flags(verb: str) -> list[Flag]:
-    """What ``colonnade VERB --help`` lists."""
+    """The flags that ``colonnade VERB --help`` lists."""
     from colonnade import cli
 
     said, columns = io.StringIO(), os.environ.get("COLUMNS")
-    os.environ["COLUMNS"] = "120"  # wider, and boxes would stand side by side
+    os.environ["COLUMNS"] = "120"  # wider, and boxes would be side by side
     try:
         with redirect_stdout(said), suppress(SystemExit):
             name, _, method = verb.partition(":")
@@ -95,7 +95,7 @@ def table(verb: str, how: str | None, what: str | None) -> str:
 
 
 def page(text: str) -> str:
-    """``text`` with its tables made anew."""
+    """``text`` with its tables regenerated."""
 
     def made(found: re.Match[str]) -> str:
         head = found[0].partition("\n")[0]

@@ -125,4 +125,6 @@ def test_too_many_bad_batches_end_the_run_on_every_rank(config: RunConfig, allow
         )
         assert f"the last good checkpoint is {config.folder}/step-3" in output[0]
     else:
-        assert output[0].startswith("step 1: the loss is nan on data rank 0, 1 of 2; no checkpoint was written yet;")
+        assert output[0].startswith(
+            "step 1: the loss is nan on data rank 0, 1 of 2; no checkpoint has been written yet;"
+        )

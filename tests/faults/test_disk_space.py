@@ -143,10 +143,10 @@ def test_newest_checkpoints_are_kept(
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"keep": 0}, "train.keep is 0 and must be 1 or more; .* leave it out: then all checkpoints are kept"),
+        ({"keep": 0}, "train.keep is 0 and must be 1 or more; .* remove it: then all checkpoints are kept"),
         ({"keep": -2}, "train.keep is -2"),
-        ({"keep": 2, "keep_every": 0}, "train.keep_every is 0 .* leave it out: then only keep decides"),
-        ({"keep_every": 3}, "without it all are kept; set train.keep, or leave keep_every out"),
+        ({"keep": 2, "keep_every": 0}, "train.keep_every is 0 .* remove it: then only keep decides"),
+        ({"keep_every": 3}, "without it all are kept; set train.keep, or remove keep_every"),
     ],
 )
 def test_bad_retention_settings_are_refused(config: RunConfig, settings: dict[str, int], message: str) -> None:

@@ -93,7 +93,7 @@ def test_second_start_of_a_running_run_is_refused(config: RunConfig) -> None:
         second = start("none", config)
         output = finish(second)
         assert re.search(rf"CheckpointError: (rank \d: )?{config.folder} is in use by process \d+ on", output), output
-        assert "starting again" not in output and second.returncode == 1
+        assert "restarting" not in output and second.returncode == 1
     finally:
         os.killpg(first.pid, signal.SIGCONT)
         output = finish(first)
@@ -106,7 +106,7 @@ def test_rank_killed_in_a_save_and_in_a_step_is_restarted(config: RunConfig) -> 
     config = config.replace(train=config.train.replace(restarts=2))
     process = start("kill in save,kill in step", config)
     output = finish(process)
-    again = re.findall(r"rank 1 was killed by SIGKILL .*; starting again, (\d) of at most 2 times\n", output)
+    again = re.findall(r"rank 1 was killed by SIGKILL .*; restarting, (\d) of at most 2 times\n", output)
     assert again == ["1", "2"], output
     first, second = re.findall(r"resumed \S+/step-(\d+)\b", output)
     assert first == "4" and second in ("4", "8"), output
@@ -134,7 +134,7 @@ def test_stopped_rank_is_named_and_the_run_restarts(config: RunConfig) -> None:
     os.kill(stopped, signal.SIGKILL)  # torch's agent would do so after 30 s
     output = finish(process)
     line = r"step 10: rank 0 computes and has waited for \S+ s; missing of 2 ranks: rank 1, silent for at least \S+ s, "
-    assert re.search(line + r"last seen in step \d+ \([a-z ]+\); .*; starting again, 1 of at most 1", output), output
+    assert re.search(line + r"last seen in step \d+ \([a-z ]+\); .*; restarting, 1 of at most 1", output), output
     assert output.rstrip().endswith("ended 12") and process.returncode == 0
     same_as_uninterrupted(config)
 
@@ -145,7 +145,7 @@ def test_stuck_rank_is_named(config: RunConfig) -> None:
     output = finish(process)
     assert process.returncode == 1
     assert re.search(
-        r"WorkerError: step 10: .* alive and do not advance: rank 1 reads samples in step 10 for \S+ s; look there",
+        r"WorkerError: step 10: .* alive but make no progress: rank 1 reads samples in step 10 for \S+ s; check",
         output,
     ), output
     assert [step for step, _ in folders.list_steps(config.folder)][-1] == 4
@@ -165,6 +165,6 @@ def test_truncated_shard_is_named_and_not_retried(config: RunConfig) -> None:
     assert re.search(rf"CheckpointError: (rank 1: )?{shard} has \d+ bytes instead of \d+; restore it or use", output), (
         output
     )
-    assert "starting again" not in output
+    assert "restarting" not in output
     assert native.newest(config.folder) == config.folder / "step-4"
     assert tensors(config.folder / "step-4") == before

@@ -66,7 +66,7 @@ def test_rank_that_does_not_advance_is_named() -> None:
     world = World()
     world.go(6, beat(1, 20, 9), beat(1, 19, 9))
     diagnosis = world.diagnose(WAITING)
-    assert diagnosis is not None and "alive and do not advance: rank 2 reads samples in step 7 for 9 s" in diagnosis
+    assert diagnosis is not None and "alive but make no progress: rank 2 reads samples in step 7 for 9 s" in diagnosis
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_all_ranks_stuck_in_the_same_phase() -> None:
     world = World()
     world.go(9, beat(1, 20, 9), beat(1, 20, 9))
     diagnosis = world.diagnose(WAITING)
-    assert diagnosis is not None and "all ranks are alive and none advances; raise --train.timeout_s" in diagnosis
+    assert diagnosis is not None and "all ranks are alive but make no progress; raise --train.timeout_s" in diagnosis
 
 
 def test_unresponsive_store_is_reported() -> None:

@@ -1,4 +1,4 @@
-"""Checks of decode kernels that run many times or beside other work; ``made`` is a case's tensors and plan."""
+"""Checks of decode kernels that run many times or alongside other work; ``made`` is a case's tensors and plan."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -16,11 +16,12 @@ from colonnade.config import ExpertsConfig, MoeConfig, ServeConfig
 from colonnade.kernels import permute
 from colonnade.kernels.experts import reference
 from colonnade.kernels.experts import triton_quantised as experts_gpu
+from colonnade.kernels.experts.quantised import QuantisedWeights
 from colonnade.kernels.experts.reference import Weights
-from colonnade.kernels.linear import gptq_columns, skinny_gemm, triton_gptq, triton_ternary
+from colonnade.kernels.linear import cuda_ternary, gptq_columns, skinny_gemm, triton_gptq, triton_ternary
 from colonnade.kernels.linear import reference as linear_reference
 from colonnade.kernels.linear.gptq_columns import Rounding
-from colonnade.kernels.linear.quantise import dequantise, quantise
+from colonnade.kernels.linear.quantise import Quantised, dequantise, quantise
 from colonnade.kernels.registry import choose
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.serve import SamplingParams
@@ -185,9 +186,9 @@ def test_gptq_with_the_default_kernel_is_as_good_as_on_a_cpu(kind: str) -> None:
 @pytest.mark.parametrize("trits", [18, 24, 32])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_ternary_rows(trits: int, dtype: torch.dtype) -> None:
-    """Both tables, units of one, two and four words; beyond the kernel's rows the reference."""
+    """All kernels and tables, units of one, two and four words; beyond the kernels' rows the reference."""
     draw = torch.Generator("cuda").manual_seed(0)
-    for outputs, inputs in ((333, 1000), (64, 4096), (512, 2048), (17, 40)):
+    for outputs, inputs in ((333, 1000), (64, 4096), (512, 2048), (17, 40), (4240, 360), (40, 14336)):
         weight = quantise(torch.randn(outputs, inputs, generator=draw, device="cuda"), "ternary", trits)
         bias = torch.randn(outputs, generator=draw, device="cuda").to(dtype)
         for rows in (0, 1, 2, 8, 64, 65):
@@ -197,6 +198,8 @@ def test_ternary_rows(trits: int, dtype: torch.dtype) -> None:
             assert got.shape == exact.shape and got.dtype == dtype
             assert (got.double() - exact - bias.double()).norm() <= 2 * TOLERANCE[dtype] * exact.norm()
             if 0 < rows <= triton_ternary.MAX_ROWS:
+                in_cuda = dtype != torch.float32 and trits != 32 and outputs % 8 == 0
+                assert cuda_ternary.supports(x, weight) or not in_cuda
                 assert torch.equal(got[-1:], skinny_gemm.linear(x[-1:], weight, bias))
                 for two_levels in (False, True):
                     tiles = triton_ternary.Tiles(32, 8, 1, 8, two_levels)
@@ -215,3 +218,28 @@ def test_ternary_experts(trits: int, case: Case) -> None:
     )
     got = experts_gpu.routed(x, order_R, ends_E, routing, packed, case.activation)
     assert (got.double() - exact).norm() <= 6e-3 * exact.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("gated", [True, False])
+def test_ternary_experts_in_cuda(gated: bool, dtype: torch.dtype) -> None:
+    """Several tiles a block, experts without tokens, unused choices; as the kernel in Triton computes it."""
+    draw = torch.Generator("cuda").manual_seed(0)
+    E, T, A, F, D = 6, 5, 2, 8520, 520
+
+    def stack(outputs: int, inputs: int) -> Quantised:
+        drawn = torch.randn(E * outputs, inputs, generator=draw, device="cuda")
+        flat = quantise(drawn, "ternary", 18)
+        return flat._replace(values=flat.values.unflatten(0, (E, -1)), scales=flat.scales.unflatten(0, (E, -1)))
+
+    packed = QuantisedWeights(stack(F, D), stack(D, F), stack(F, D) if gated else None)
+    x = torch.randn(T, D, generator=draw, device="cuda").bfloat16()
+    ids_TA = torch.tensor([[0, 3], [3, 4], [E, 0], [3, 0], [4, 3]], device="cuda")
+    routing = torch.rand(T, A, generator=draw, device="cuda").to(dtype)
+    order_R, ends_E = permute.sort(ids_TA, E)
+    assert cuda_ternary.supports(x, packed.up, order=order_R, ends=ends_E, gate=packed.gate, activation="silu")
+    rows = [order_R, ends_E, routing, packed, "silu"]
+    got = triton_ternary.routed_rows(x, *rows)[: int(ends_E[-1])]
+    other = triton_ternary.routed_rows(x, *rows, tiles=triton_ternary.Tiles(32, 8, 1, 8))[: int(ends_E[-1])]
+    assert (got - other).norm() <= 4e-3 * other.norm()
+    assert torch.equal(got, triton_ternary.routed_rows(x, *rows)[: int(ends_E[-1])])

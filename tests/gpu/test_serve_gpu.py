@@ -172,7 +172,7 @@ def test_cuda_graphs_read_a_shared_prefix_once(ahead: bool, monkeypatch: pytest.
     ids=str,
 )  # fmt: skip
 def test_graphs_of_both_decode_kernels_compute_the_same_logits(changes: dict, monkeypatch: pytest.MonkeyPatch):
-    """In 16 bits graphs use the CUDA C++ kernel where it runs; here beside the Triton kernel."""
+    """In 16 bits graphs use the CUDA C++ kernel where it runs; here compared with the Triton kernel."""
     pytest.importorskip("triton", reason="triton is not installed: pip install triton")
     from colonnade.kernels.attention import cuda_decode
     from colonnade.serve.cuda_graph_runner import CudaGraphRunner

@@ -1,4 +1,4 @@
-"""The transducer's kernels on a GPU beside the reference in float64: values, gradients, dead cells, determinism."""
+"""The transducer's kernels on a GPU against the reference in float64: values, gradients, dead cells, determinism."""
 
 import pytest
 import torch

@@ -257,7 +257,7 @@ def test_model_pages_look_as_their_references(model_viewer: Show, references: Pa
 def test_bad_texts_show_an_error(model_viewer: Show) -> None:
     app = Recorded("llama").app
     for model, message in (
-        ({"page": "head", "text": "fox " * 4000}, "give 2 to"), ({"page": "head", "layer": 99}, "no layer 99"),
+        ({"page": "head", "text": "fox " * 4000}, "send 2 to"), ({"page": "head", "layer": 99}, "no layer 99"),
         ({"page": "routing"}, "no experts"), ({"page": "cache"}, "running server"),
     ):  # fmt: skip
         assert message in model_viewer(app, encode_state({"model": model})).error

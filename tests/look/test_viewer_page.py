@@ -33,7 +33,7 @@ def check_labels(viewer: Viewer) -> None:
 
 @pytest.mark.slow
 def test_the_tour_leads_from_a_product_to_a_sharded_head(viewer: Viewer, references: Path) -> None:
-    """By a click a step; each looks as its reference, and has words of its own."""
+    """One click per step; each looks like its reference, and has its own words."""
     viewer.go("")
     assert viewer.page.text_content("#title") == "A product is a box"
     titles, words, shots = [], set(), {}

@@ -210,7 +210,7 @@ def shape_errors() -> list[dict[str, Any]]:
         try:
             evaluate(parse(expr), leaves, {})
         except ConfigError as error:
-            found.append({"expr": expr, "leaves": leaves, "error": str(error).split("; give")[0].split("; make")[0]})
+            found.append({"expr": expr, "leaves": leaves, "error": str(error).split("; set")[0].split("; make")[0]})
     return found
 
 

@@ -271,8 +271,8 @@ def test_unsupported_bert_configs_are_refused(changes: dict[str, Any], message: 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"causal": True}, "causal = True and task_head = 'pretraining' do not belong together"),
-        ({"window": 5}, "causal = False and window = 5 do not belong together"),
+        ({"causal": True}, "causal = True and task_head = 'pretraining' do not go together"),
+        ({"window": 5}, "causal = False and window = 5 do not go together"),
         ({"task_head": "classes"}, "task_head = 'classes' and classes = 0"),
         ({"classes": 3}, "task_head = 'pretraining' and classes = 3"),
         ({"task_head": "spans", "tied": False}, "no output projection to untie"),
@@ -285,5 +285,5 @@ def test_inconsistent_encoder_configs_are_refused(changes: dict[str, Any], messa
 
 @pytest.mark.parametrize("changes", [{"norm_order": "pre"}, {"embed_norm": False}, {"tied": False}, {"gated": True}])
 def test_configs_that_bert_files_cannot_express_are_not_saved(changes: dict[str, Any]) -> None:
-    with pytest.raises(CheckpointError, match=f"'bert' files cannot express {next(iter(changes))}"):
+    with pytest.raises(CheckpointError, match=f"'bert' files cannot represent {next(iter(changes))}"):
         config_to_hf(BERTS["post_pretraining"].replace(**changes))

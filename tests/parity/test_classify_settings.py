@@ -224,7 +224,7 @@ def test_data_sequence_and_seed_are_honoured(base: Callable[..., Tuned], tmp_pat
     longer, other = (tuned(config(tmp_path / str(data), {}, data, {}))[0] for data in ({"sequence": 48}, {"seed": 1}))
     assert all(torch.equal(x, longer[key]) for key, x in expected.items())
     assert any(not torch.equal(x, other[key]) for key, x in expected.items())
-    with pytest.raises(ConfigError, match=r"data.sequence is 32, and .* was trained with 48"):
+    with pytest.raises(ConfigError, match=r"data.sequence is 32, but .* was trained with 48"):
         tuned(config(tmp_path / str({"sequence": 48}), {"steps": 5}, {}, {}))
 
 

@@ -69,6 +69,7 @@ def test_two_ranks_load_what_one_process_compressed(config, settings, tmp_path) 
     [
         ("gated", {"weights": "int4", "grid": "zero"}, Plan(tp=2, ep=2)),
         ("gated", {"weights": "int4"}, Plan(tp=2, etp=2)),
+        ("gated", {"weights": "int4"}, Plan(cp=2)),
         ("biased", {"weights": "int8", "by": "nearest"}, Plan(tp=4, ep=2, etp=2)),
     ],
     ids=str,
@@ -139,7 +140,7 @@ def test_a_served_model_takes_it_as_stored(saved) -> None:
 
 def test_refusals(saved, tmp_path) -> None:
     folder, model = saved
-    with pytest.raises(ConfigError, match=r"in int4 already.*leave --serve.weights out"):
+    with pytest.raises(ConfigError, match=r"in int4 already.*remove --serve.weights"):
         api.load(folder, weights="int8", device="cpu")
     write(tmp_path / "m", CONFIG.replace(ffn_width=96), weights="int4", by="nearest")
     with pytest.raises(PlanError, match="cuts a group in two"):
@@ -214,7 +215,7 @@ def _compressed(config, plan: Plan, settings: dict, folder: Path | None) -> dict
         (MIXTURE, {"weights": "int8_dynamic"}, [Plan(dp=2)]),
         (MIXTURE, {"weights": "float8", "by": "nearest"}, [Plan(dp=2, ep=2)]),
     ],
-    ids=["dense", "experts", "copies", "nearest"],
+    ids=["dp=2", "ep=2, ep=4", "experts over dp=2", "ep=2, nearest"],
 )
 def test_several_ranks_compress_to_the_bits_of_one(config, settings, plans, tmp_path) -> None:
     (alone,) = run(1, _compressed, config, Plan(), settings, tmp_path / "1")

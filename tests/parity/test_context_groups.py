@@ -63,7 +63,7 @@ def _fail() -> None:
 
 
 def _fails() -> None:
-    """After a failure the ranks do not meet to destroy groups; the next context must work beside the remaining ones."""
+    """After a failure the ranks do not meet to destroy groups; the next context must work with the remaining ones."""
     with pytest.raises(ValueError, match="here"):
         _fail()
     assert _groups() > 1, "they are destroyed with the default group"

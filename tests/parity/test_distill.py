@@ -163,7 +163,7 @@ def test_on_policy_texts_end_as_the_model_says(corpus, teachers, tmp_path) -> No
     assert not sampled[:, :8].any()
     assert (tokens != text)[sampled].float().mean() > 0.5
     assert 0.2 < sum(is_chosen(0, i, 0.25) for i in range(2000)) / 2000 < 0.3
-    with pytest.raises(ConfigError, match=r"give feed=colonnade\.tune\.OnPolicyFeed"):
+    with pytest.raises(ConfigError, match=r"pass feed=colonnade\.tune\.OnPolicyFeed"):
         Trainer(run).fit()
     for change in ({"plan": Plan(dp=2)}, {"distill": run.distill.replace(cache="c")}):
         with pytest.raises(ConfigError, match=r"distill\.on_policy"):
@@ -301,15 +301,15 @@ def test_refusals(corpus, teachers, tmp_path) -> None:
         with pytest.raises((ConfigError, PlanError), match=match):
             check_teacher(run, Corpus(corpus))
 
-    refused("equal widths, and the teacher has 32 and the model 16", hidden=0.5)
+    refused("equal widths, but the teacher has 32 and the model 16", hidden=0.5)
     refused("both soften the targets", train={"label_smoothing": 0.1})
     refused("pp=2 and cp=1", plan=Plan(pp=2))
-    refused("in int4 already", name="int4", weights="int8")
+    refused("already stores its weights in int4", name="int4", weights="int8")
     refused("differs from the teacher in its layers only: width", init="layers")
-    refused("serve kl only, not reverse", loss="reverse", cache="c")
+    refused("only kl can use, not reverse", loss="reverse", cache="c")
     refused("ep=2 with etp=1 runs it on all", name="experts", cache="c", plan=Plan(dp=2, ep=2))
     refused("takes 3 of the teacher's 2 layers", STUDENT.replace(layers=3), name="equal", init="layers")
-    refused("both give the initial weights", name="equal", init="layers", train={"pretrained_checkpoint": "x"})
+    refused("both set the initial weights", name="equal", init="layers", train={"pretrained_checkpoint": "x"})
     with pytest.raises(SystemExit):
         main(["distill", "--data.path", str(corpus)])
 
@@ -321,9 +321,9 @@ def test_a_teacher_of_another_vocabulary_is_refused(corpus, teachers, tmp_path, 
         check_teacher(run.replace(model=STUDENT.replace(vocab_size=301)), Corpus(corpus))
     other = tmp_path / "other"
     build([("a", TEXT[::-1] * 20)], other, vocab_size=300, validation_share=0.2)
-    with pytest.raises(ConfigError, match=r"another tokenizer than that of distill\.teacher"):
+    with pytest.raises(ConfigError, match=r"a different tokenizer from that of distill\.teacher"):
         check_teacher(run.replace(data=run.data.replace(path=other)), Corpus(other))
     with pytest.raises(SystemExit) as stop:
         main(["distill", "--data.path", str(other), "--distill.teacher", str(teachers["dense"]), "--device", "cpu"])
     assert stop.value.code == 1
-    assert "another tokenizer than that of distill.teacher" in " ".join(capsys.readouterr().err.split())
+    assert "a different tokenizer from that of distill.teacher" in " ".join(capsys.readouterr().err.split())

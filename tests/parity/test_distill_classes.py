@@ -209,6 +209,15 @@ def test_dropout_and_experts_do_not_depend_on_the_layout(
     assert plain_loss != pytest.approx(expected[0], rel=1e-3), "dropout has an effect"
 
 
+def test_masked_experts_do_not_depend_on_micro_batches(teachers: dict[str, str], tmp_path: Path) -> None:
+    """dist's first pass masks the same experts as the second."""
+    moe = MoeConfig(experts=4, active=2, ffn_width=12, balance_weight=0.0, output_mask=0.4)
+    whole = config(tmp_path, CHOSEN["dist"].replace(teacher=teachers["large"]), micro_batch=8)
+    whole = whole.replace(model=STUDENT.replace(moe=moe, init_std=0.3))
+    small = whole.replace(train=whole.train.replace(micro_batch=2))
+    assert _first_step(small) == pytest.approx(_first_step(whole), rel=1e-10)
+
+
 @pytest.mark.parametrize("loss", ["kl", "dist"])
 def test_a_run_resumes_bit_for_bit(loss: str, teachers: dict[str, str], tmp_path: Path) -> None:
     run = config(tmp_path, DistillConfig(teacher=teachers["large"], loss=loss), steps=4, save_every=2, dropout=0.1)
@@ -308,13 +317,13 @@ def test_what_does_not_apply_is_refused(teachers: dict[str, str], tmp_path: Path
         assert "\n" not in str(raised.value)
 
     refused("has 4 classes and the run's model 3; use a teacher with the same labels", "four")
-    refused("has the head 'encoder' and does not classify; fine-tune it first", "encoder")
+    refused("has the head 'encoder' and is not a classifier; fine-tune it first", "encoder")
     refused("has 1 segments and the run's model 2; set model.segments 1", "one_segment")
-    refused("distill.on_policy continues texts, and a classifier writes none", on_policy=0.5)
-    refused("distill.cache keeps the teacher's classes, and hidden compares", "equal", cache="c", hidden=0.5)
+    refused("distill.on_policy generates text, which a classifier cannot do", on_policy=0.5)
+    refused("distill.cache stores only the teacher's classes, but hidden compares", "equal", cache="c", hidden=0.5)
     refused("ep=2 with etp=1 runs it on all", "experts", plan=Plan(dp=2, ep=2), model=EXPERTS, cache="c")
-    refused("compares the examples of a step, and train.batch is 1", loss="dist", batch=1)
-    refused("equal widths, and the teacher has 32 and the model 16", hidden=1.0)
+    refused("compares the examples of a step, but train.batch is 1", loss="dist", batch=1)
+    refused("equal widths, but the teacher has 32 and the model 16", hidden=1.0)
     refused("pp=1 and cp=2", plan=Plan(cp=2))
     refused("not spans or choices", model={"task_head": "spans", "classes": 0})
     refused("not spans or choices", model={"classes": 1})
@@ -335,7 +344,7 @@ def test_another_tokenizer_is_refused(tmp_path: Path) -> None:
     given = [Example(tokenizer.encode(line), i % 3) for i, line in enumerate(lines)]
     run = config(tmp_path, DistillConfig(teacher=folders["theirs"]), steps=1, pretrained_checkpoint=folders["ours"])
     run = run.replace(model=STUDENT.replace(vocab_size=vocab))
-    with pytest.raises(ConfigError, match=r"another tokenizer than that of distill\.teacher"):
+    with pytest.raises(ConfigError, match=r"a different tokenizer from that of distill\.teacher"):
         fit(run, given)
     run = run.replace(distill=DistillConfig(teacher=folders["ours"]), train=run.train.replace(pretrained_checkpoint=""))
     fit(run, given)

@@ -204,9 +204,9 @@ def test_refusals(tmp_path: Path) -> None:
     start = tuning.start(tmp_path)
     run = tuned_run(start, device="cpu")
     for row, message in (
-        ({"query": "x"}, "needs the texts 'query' and 'positive'"),
-        ({"query": "x", "positive": "y", "negatives": "z"}, "must be a list of texts"),
-        ({"query": "x", "positive": "y"}, "has 0 negatives, and the rows before 1"),
+        ({"query": "x"}, "needs the strings 'query' and 'positive'"),
+        ({"query": "x", "positive": "y", "negatives": "z"}, "must be a list of strings"),
+        ({"query": "x", "positive": "y"}, "has 0 negatives, but the rows before it have 1"),
     ):
         file = tuning.write_rows(tmp_path / "rows.jsonl", [ROWS[0], row])
         with pytest.raises(DataError, match=message):
@@ -214,7 +214,7 @@ def test_refusals(tmp_path: Path) -> None:
     file = tuning.write_rows(tmp_path / "rows.jsonl", ROWS)
     with pytest.raises(ConfigError, match=r"widths are 25; choose from 1 to 24"):
         Tuner(run, file, "embed", TuneConfig(widths=(25,)))
-    with pytest.raises(ConfigError, match="supports data and tensor ranks"):
+    with pytest.raises(ConfigError, match="supports only dp and tp"):
         Tuner(run.replace(plan=Plan(cp=2)), file, "embed")
-    with pytest.raises(ConfigError, match="dropout would make them different"):
+    with pytest.raises(ConfigError, match="dropout would make the two differ"):
         Tuner(run.replace(train=run.train.replace(dropout=0.1, micro_batch=2)), file, "embed")

@@ -60,7 +60,7 @@ def test_a_missing_sum_is_found(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("plan", [Plan(cp=2), Plan(pp=2), Plan(tp=2, sequence_parallel=True, tp_overlap=True)])
 def test_layouts_that_are_not_proven_are_refused(plan: Plan) -> None:
-    with pytest.raises(PlanError, match=r"(cp|pp|tp_overlap) is not proven for a model with an encoder"):
+    with pytest.raises(PlanError, match=r"(cp|pp|tp_overlap) has not been verified for a model with an encoder"):
         plan.check(MODEL)
     assert plan not in all_plans(plan.world, MODEL)
 
@@ -118,10 +118,10 @@ def test_training_learns_and_plans_agree(corpus: Path, tmp_path: Path) -> None:
 
 def test_the_corpus_must_fit_the_model(corpus: Path, tmp_path: Path) -> None:
     run = config(corpus, tmp_path)
-    with pytest.raises(ConfigError, match="has pairs of a source and a target, and this model has no encoder"):
+    with pytest.raises(ConfigError, match="has source–target pairs, but this model has no encoder"):
         train(run.replace(model=run.model.replace(encoder=None, family="llama", relative_positions=None)))
     texts = [(str(i), f"plain text {i} of some words") for i in range(40)]
     build(texts, tmp_path / "text", vocab_size=300)
     run = run.replace(model=run.model.replace(vocab_size=300))
-    with pytest.raises(ConfigError, match="has plain text, and an encoder–decoder trains on pairs or on corrupted"):
+    with pytest.raises(ConfigError, match="has plain text, but an encoder–decoder trains on pairs or corrupted"):
         train(run.replace(data=run.data.replace(path=tmp_path / "text")))

@@ -17,11 +17,12 @@ from colonnade.checkpoint import native
 from colonnade.checkpoint.hf.write import write_hf
 from colonnade.checkpoint.load_model import open_model
 from colonnade.cli import main
-from colonnade.config import DataConfig, Plan, RunConfig, TrainConfig
+from colonnade.config import DataConfig, Plan, RunConfig, ServeConfig, TrainConfig
 from colonnade.data import Tokenizer
 from colonnade.errors import ConfigError, DataError
 from colonnade.model import IGNORE
 from colonnade.parallel.distributed_context import DistributedContext
+from colonnade.serve.resolve_pooler import resolve_pooler
 from colonnade.train.training_state import TrainingState
 from colonnade.tune.classify import Example, example_feed
 from colonnade.tune.encoder_data import SpanQuestion, read_choices, read_spans, read_texts
@@ -219,6 +220,9 @@ def test_published_forms_are_read(tmp_path: Path) -> None:
         '{"question1": "a", "question2": "b", "is_duplicate": 1}\n{"text": "c", "label": 0}\n'
     )
     assert [tuple(each) for each in read_texts(tmp_path / "qqp.jsonl")] == [("a", "b", "1"), ("c", None, "0")]
+    lines = "".join(json.dumps({"text": f"a{c}b", "label": 1}, ensure_ascii=False) + "\n" for c in "\u2028\x85\u2029")
+    (tmp_path / "separators.jsonl").write_text(lines, "utf-8")  # a line of JSON ends with \n only
+    assert [each.first for each in read_texts(tmp_path / "separators.jsonl")] == ["a\u2028b", "a\x85b", "a\u2029b"]
     # The columns of GLUE's files.
     mnli = re.findall(
         r"\S+",
@@ -252,6 +256,9 @@ def test_published_forms_are_read(tmp_path: Path) -> None:
         (read_texts, '{"texts": "a"}', "x.jsonl:1: a row needs a label"),
         (read_texts, "[1]", "x.jsonl:1: not a JSON object"),
         (read_texts, "", "has no examples"),
+        (read_texts, '{"text": "a", "label": null}', "x.jsonl:1: 'label' is None, not a class"),
+        (read_texts, '{"text": "a", "label": [1]}', r"x.jsonl:1: 'label' is \[1\], not a class"),
+        (read_choices, json.dumps({**RACE, "answers": ["A", ""]}), "not RACE's form"),
         (read_choices, '{"article": "a"}', "x.jsonl:1: not RACE's form .* 'questions'"),
         (read_choices, json.dumps({**RACE, "answers": ["A", "C"]}), "the answer C is not among 2 options"),
         (read_spans, '{"data": 3}', "not SQuAD's form"),
@@ -338,7 +345,7 @@ def test_choices_are_pairs_of_passage_and_answer(start: Path) -> None:
     long = question._replace(passage="king " * 600, question="who " * 200)
     for example in ChoiceTask(Pair(tokenizer, 512), 2).examples([long]):
         assert len(example.tokens) == 512 and sum(example.segments) == 128 + 1
-    with pytest.raises(DataError, match="has 3 options, and others have 2"):
+    with pytest.raises(DataError, match="has 3 options, but others have 2"):
         task.examples([question._replace(options=("a", "b", "c"))])
 
 
@@ -417,6 +424,16 @@ def test_command_with_a_teacher(start: Path, tmp_path: Path, capsys: pytest.Capt
     assert newest is not None
     kept = native.read_meta(newest).run
     assert kept is not None and (kept.distill.teacher, kept.distill.loss) == (teacher, "dist")
+    steps = kept.train.steps
+    for flags, change in (
+        (["--distill.teacher", teacher], "distill.loss: dist -> kl, distill.mix: 0.2 -> 0.5"),
+        ([], f"distill.teacher: {teacher} -> "),
+        ([*learn, "--epochs", "3"], f"steps: {steps} -> {steps // 2}"),
+    ):
+        with pytest.raises(SystemExit):
+            main([*words, "classify", "--name", "student", *flags])
+        said = " ".join(capsys.readouterr().err.split())
+        assert f"has a run with other settings ({change}" in said and "use another --name" in said
     folder = tmp_path / "named"
     with load(teacher, device="cpu") as model:
         save(model, folder, format="hf")
@@ -433,6 +450,47 @@ def test_command_with_a_teacher(start: Path, tmp_path: Path, capsys: pytest.Capt
     assert "distillation compares classes, not spans or choices" in " ".join(capsys.readouterr().err.split())
 
 
+def test_class_names_are_kept(start: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The server, the Hugging Face folder and students know the labels of the data by name."""
+    names = ("food", "sport", "weather")
+    file = tmp_path / "data.jsonl"
+    rows = [{"text": WORDS[i], "label": names[-1 - i % 3]} for i in range(12)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = [
+        "finetune",
+        str(start),
+        "--method",
+        "classify",
+        "--data",
+        str(file),
+        "--held_out",
+        str(file),
+        "--seeds",
+        "1",
+    ]
+    words += ["--epochs", "0.5", "--batches", "6", "--sequence", "24", "--device", "cpu", "--runs", str(tmp_path)]
+    main([*words, "--name", "teacher"])
+    folder = json.loads((tmp_path / "teacher" / "results.json").read_text())["median"]["folder"]
+    opened = open_model(folder)
+    spec = resolve_pooler(opened.config, opened.path, ServeConfig(), "it", cp=1)
+    assert spec is not None and spec.labels == names
+    main(["convert", folder, str(tmp_path / "hf")])
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert config["id2label"] == {"0": "food", "1": "sport", "2": "weather"} and config["label2id"]["sport"] == 1
+    capsys.readouterr()
+    main([*words, "--name", "student", "--distill.teacher", folder])
+    assert f"teacher {folder}: accuracy" in capsys.readouterr().err
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows if row["label"] != "food"))
+    for learn, message in (
+        (["--distill.teacher", folder], "has the classes food, sport, weather and the data sport, weather"),
+        (["--distill.teacher", str(start)], "has the output head 'encoder' and does not classify"),
+        (["--distill.teacher", folder, "--distill.init", "layers"], "here MODEL is its start"),
+    ):
+        with pytest.raises(SystemExit):
+            main([*words, "--name", "other", *learn])
+        assert message in " ".join(capsys.readouterr().err.split())
+
+
 def test_settings(start: Path, tmp_path: Path) -> None:
     file = write_data(tmp_path, "classify")
     settings = {"model": str(start), "method": "classify", "data": file, "held_out": file, "runs": tmp_path}
@@ -444,7 +502,7 @@ def test_settings(start: Path, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=message):
             finetune_encoder(EncoderTuning(**settings | changes))
     rows = read_texts(file)
-    with pytest.raises(DataError, match="the label '7' is not in the training data"):
+    with pytest.raises(DataError, match=r"the label '7' of 1 text, such as '.*', is not in the training data"):
         make_task("classify", Pair(Tokenizer.from_file(start), 24), rows, [rows[0]._replace(label="7")])
     with pytest.raises(DataError, match="all labels are '0'"):
         make_task("classify", Pair(Tokenizer.from_file(start), 24), rows[:1])

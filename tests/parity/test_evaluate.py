@@ -387,10 +387,10 @@ def test_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str
         (["--tasks", "sotu_clozes"], "lm-eval has no task 'sotu_clozes'; did you mean 'sotu_cloze'?"),
         (["--tasks", "lambada"], 'task lambada needs the file lambada_test.jsonl (lines like {"text": "…"})'),
         (["--tasks", "wikitext103", "--data", "nowhere"], "task wikitext103 needs nowhere"),
-        (["--limit", "3"], "--limit, --shots, --data and --chat are for tasks"),
-        (["--plan.dp", "2"], "--plan.dp 2 is for --tasks, whose requests replicas share; leave it out"),
+        (["--limit", "3"], "--limit, --shots, --data and --chat apply to tasks"),
+        (["--plan.dp", "2"], "--plan.dp 2 applies to --tasks, whose requests are shared by replicas; remove it"),
         (["--tasks", "sotu_next", "--limit", "0"], "--limit 0 is not positive"),
-        (["--tasks", "sotu_next", "--stride", "3"], "--routing, --context and --stride are for --text"),
+        (["--tasks", "sotu_next", "--stride", "3"], "--routing, --context and --stride apply to --text"),
         (["--tasks", "none.yaml"], "there is no task file none.yaml"),
     ):
         with pytest.raises(SystemExit):

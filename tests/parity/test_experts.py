@@ -133,7 +133,7 @@ def _refusal(plan: Plan, step: DispatchOptions) -> str:
         ),
         (Plan(tp=2, ep=2), DispatchOptions(2), r"adaptive_r 2 does not divide the etp=1 .* use 0 or one of \[1\]"),
         (Plan(tp=2, etp=2), DispatchOptions(-1), "adaptive_r -1 does not divide"),
-        (Plan(tp=2, ep=2), DispatchOptions(1, 0), "cannot travel in 0 parts"),
+        (Plan(tp=2, ep=2), DispatchOptions(1, 0), "cannot be sent in 0 parts"),
         (Plan(tp=2, ep=2), DispatchOptions(1, 1, 7), "7 of 6 experts cannot be shadowed"),
     ],
     ids=str,

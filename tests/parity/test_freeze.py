@@ -111,16 +111,16 @@ def test_frozen_parameters_have_no_gradients_or_moments(corpus: Path, tmp_path: 
 
 def test_unmatched_pattern_is_refused_with_the_nearest_names(corpus: Path, tmp_path: Path) -> None:
     for pattern, said in (
-        ("block.0", r"train.freeze 'block.0' matches no parameter; the nearest are blocks.0, "),
-        ("blocks.0.atention", r"the nearest are blocks.0.attention, "),
-        ("re:embed", r"'re:embed' matches no parameter; the nearest are embed, "),
+        ("block.0", r"train.freeze 'block.0' matches no parameter; the closest are blocks.0, "),
+        ("blocks.0.atention", r"the closest are blocks.0.attention, "),
+        ("re:embed", r"'re:embed' matches no parameter; the closest are embed, "),
         ("re:(", r"'re:\(' is not a valid regular expression: missing \)"),
         ("*", r"train.freeze norm \* leaves no parameter to train"),
     ):
         with pytest.raises(ConfigError, match=said):
             Trainer(config(corpus, tmp_path, "norm", pattern))
     dense = config(corpus, tmp_path, "experts")
-    with pytest.raises(ConfigError, match=r"train\.freeze experts is about experts, and this model has none"):
+    with pytest.raises(ConfigError, match=r"train\.freeze experts applies to experts, and this model has none"):
         Trainer(dense.replace(model=dense.model.replace(moe=None)))
 
 

@@ -102,7 +102,7 @@ def test_llama31_rope_scaling_is_recognised_from_the_divisors(tmp_path: Path) ->
     assert Transformer(config)._theta.tolist() == pytest.approx((frequency / divisors).tolist(), rel=1e-6)
     divisors[3] *= 1.1
     path = write_gguf(tmp_path / "other.gguf", theirs, extra={"rope_freqs.weight": divisors})
-    with pytest.raises(CheckpointError, match=r"in another way than Llama 3\.1"):
+    with pytest.raises(CheckpointError, match=r"differently from Llama 3\.1"):
         GGUFFile(path)
 
 

@@ -91,7 +91,7 @@ def test_smollm2_with_its_tokenizer(tmp_path) -> None:
 
 def test_refusals(tmp_path) -> None:
     model = build(LLAMA, dtype=torch.float32).requires_grad_(False)
-    with pytest.raises(ConfigError, match=r"end it with \.gguf"):
+    with pytest.raises(ConfigError, match=r"must end in \.gguf"):
         write_gguf(model, tmp_path / "m")
     (tmp_path / "m.gguf").write_text("here")
     with pytest.raises(CheckpointError, match="exists; use"):
@@ -102,6 +102,20 @@ def test_refusals(tmp_path) -> None:
     with pytest.raises(ConfigError, match="--weight_group 32"):
         write_gguf(model, tmp_path / "g.gguf")
     assert sorted(p.name for p in tmp_path.iterdir() if not p.name.startswith(".")) == ["m.gguf"]
+
+
+@pytest.mark.parametrize("error", [OSError("4096 requested and 12 written"), KeyboardInterrupt()])
+def test_nothing_is_left_of_a_file_that_cannot_be_written(error, monkeypatch, tmp_path) -> None:
+    """numpy's error of a full disk has no error number."""
+
+    def write(_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(gguf.GGUFWriter, "write_tensors_to_file", write)
+    expected = CheckpointError if isinstance(error, OSError) else KeyboardInterrupt
+    with pytest.raises(expected, match="12 written; check the folder" if isinstance(error, OSError) else None):
+        write_gguf(build(LLAMA, dtype=torch.float32).requires_grad_(False), tmp_path / "m.gguf")
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("grid", ["affine", "symmetric"])

@@ -242,7 +242,7 @@ def test_groups_of_equal_rewards_move_nothing(tmp_path: Path, capsys: pytest.Cap
     for row in read_rows(run.folder):
         assert (row["skipped_groups"], row["grad_norm"], row["loss"]) == (2, 0, 0)
     said = capsys.readouterr().out
-    assert said.count("answers with different rewards, so this step has no gradient") == 1, "not each step"
+    assert said.count("completions with different rewards, so this step has no gradient") == 1, "not each step"
     assert said.count("  reward ") == 2
     ours = tuning.weights(run)
     for name, x in build(tuning.MODEL).state_dict().items():
@@ -257,7 +257,7 @@ def test_an_endless_reward_ends_its_sample_only(tmp_path: Path, capsys: pytest.C
     (row,) = read_rows(run.folder)
     assert row["reward_failures"] == 2
     assert row["skipped_groups"] >= 2, "that of equal rewards, and that without"
-    assert "2 of 6 rewards failed, and their answers are left out; the first one: took" in capsys.readouterr().out
+    assert "2 of 6 rewards failed, and their completions are skipped; the first one: took" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", ["top_p", "top_k", "min_p"])
@@ -271,7 +271,7 @@ def test_a_reward_that_fails_for_every_answer_ends_the_run(tmp_path: Path) -> No
     tune = TuneConfig(reward=reward(tmp_path, "broken"), group=4, max_tokens=2)
     run = tuning.settings(tmp_path, tuning.start(tmp_path), batch=8)
     with pytest.raises(
-        DataError, match=r"failed for all 8 answers of a step; the first one: KeyError: 'no such key'; correct it$"
+        DataError, match=r"failed for all 8 completions of a step; the first one: KeyError: 'no such key'; fix it$"
     ):
         tuning.fit(run, reward_feed(rows(), tune, run))
 
@@ -290,8 +290,8 @@ def test_prompts_without_room_for_an_answer_are_refused(tmp_path: Path) -> None:
     assert sequence < context
     room = context - 8  # for an answer to the longest prompt
     assert refused([2, 8, 3], room) == (
-        f"p.jsonl, line 2: the longest prompt has 8 tokens, and with an answer of {room} it does not fit a sequence of "
-        f"{sequence}; set --sequence {context}, or --tune.max_tokens {sequence - 8} or less"
+        f"p.jsonl, line 2: the longest prompt has 8 tokens, and with a completion of {room} it does not fit a "
+        f"sequence of {sequence}; set --sequence {context}, or --tune.max_tokens {sequence - 8} or less"
     )
     assert refused([2, 8], room + 1).endswith(f"; set --tune.max_tokens {sequence - 8} or less")
     assert refused([sequence], 1).endswith(f"; set --sequence {sequence + 1}")
@@ -369,11 +369,11 @@ def test_command_line_and_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     (row,) = read_rows(tmp_path / "runs" / "grpo")
     assert {"reward", "reward_failures", "skipped_groups", "answer_tokens"} <= row.keys()
     run, tune = tuned_run(start), TuneConfig(reward=name, max_tokens=4)
-    with pytest.raises(ConfigError, match="supports data and tensor ranks"):
+    with pytest.raises(ConfigError, match="supports only dp and tp"):
         Tuner(run.replace(plan=Plan(cp=2)), file, "grpo", tune)
-    with pytest.raises(ConfigError, match=r"tune.group 16 times 4 data ranks; make it a multiple, such as 64"):
+    with pytest.raises(ConfigError, match=r"tune.group 16 times 4 data ranks; use a multiple, such as 64"):
         Tuner(run.replace(plan=Plan(dp=4)), file, "grpo", tune.replace(group=16))
-    with pytest.raises(ConfigError, match=r"tune.group 7; make it a multiple, such as 35"):
+    with pytest.raises(ConfigError, match=r"tune.group 7; use a multiple, such as 35"):
         Tuner(run, file, "grpo", tune.replace(group=7))
     with pytest.raises(ConfigError, match=r"there is no file absent\.py"):
         Tuner(run, tmp_path / "absent.jsonl", "grpo", tune.replace(reward="absent.py:f"))
@@ -381,7 +381,7 @@ def test_command_line_and_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         Tuner(run, file, "grpo", tune.replace(reward=""))
     with pytest.raises(ConfigError, match="does not apply to grpo"):
         Tuner(run, file, "grpo", tune, held_out=file)
-    with pytest.raises(DataError, match=r"tokens, .* answer of 64 .* set --tune.max_tokens \d+ or less"):
+    with pytest.raises(DataError, match=r"tokens, .* completion of 64 .* set --tune.max_tokens \d+ or less"):
         Tuner(run, file, "grpo", tune.replace(max_tokens=64))
     with pytest.raises(ConfigError, match="dropout would change"):
         Tuner(run.replace(train=run.train.replace(dropout=0.1)), file, "grpo", tune)

@@ -61,7 +61,7 @@ def test_float32_hidden_states_equal_transformers(theirs, texts: list[str]) -> N
 
 
 def test_encoder_refuses_generation_and_scoring(ours: colonnade.Model) -> None:
-    with pytest.raises(RequestError, match="predicts no tokens"):
+    with pytest.raises(RequestError, match="does not predict tokens"):
         ours.logits([101, 102])
     with pytest.raises(ConfigError, match="cannot generate text"):
         ours.generate("Once")

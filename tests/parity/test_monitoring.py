@@ -81,7 +81,7 @@ def test_profile_table_is_printed_or_its_absence_explained(
     assert "exposed communication" not in output, "one process has no communication"
     Trainer(config.replace(name="short", train=config.train.replace(steps=4, warmup=0, profile=2))).fit()
     output = capsys.readouterr().out
-    assert "no profile: it takes 5 steps, and 4 are left" in output
+    assert "no profile: it needs 5 steps, and 4 are left" in output
     assert "traced" not in output
 
 
@@ -223,7 +223,8 @@ def test_no_host_memory_for_async_save(config: RunConfig, monkeypatch: pytest.Mo
 
     monkeypatch.setattr("colonnade.checkpoint.async_save.AsyncSave.stage", pinned)
     with pytest.raises(
-        CapacityError, match=r"no host memory for a copy of what step-8 is made of.* set --train.no_async_save"
+        CapacityError,
+        match=r"not enough host memory for the copy from which step-8 is written.* set --train.no_async_save",
     ):
         Trainer(config).fit()
     assert Trainer(config.replace(train=config.train.replace(async_save=False))).fit().steps == 8

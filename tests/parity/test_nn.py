@@ -194,23 +194,23 @@ def test_paged_attention_equals_packed_attention() -> None:
 
 def test_errors_name_the_numbers_and_the_remedy() -> None:
     layer = MoE(D, MoeConfig(experts=2, active=1, ffn_width=4, router=RouterConfig(kind="hash")))
-    with pytest.raises(ConfigError, match="routes by token ids; give tokens="):
+    with pytest.raises(ConfigError, match="routes by token ids; pass tokens="):
         layer(torch.randn(3, D))
     assert layer(torch.randn(3, D), tokens=torch.tensor([4, 4, 9])).load_E.sum() == 3
-    with pytest.raises(ConfigError, match=r"2 token ids for 3 tokens; give one each"):
+    with pytest.raises(ConfigError, match=r"2 token ids for 3 tokens; pass one per token"):
         layer(torch.randn(3, D), tokens=torch.tensor([4, 4]))
-    with pytest.raises(ConfigError, match=rf"an input of shape \(3, 5\); give \(…, {D}\)"):
+    with pytest.raises(ConfigError, match=rf"an input of shape \(3, 5\); pass \(…, {D}\)"):
         layer(torch.randn(3, 5))
     with pytest.raises(PlanError, match="without sequence_parallel"):
         MoE(D, EXPERTS, Axes(sequence_parallel=True))
-    with pytest.raises(ConfigError, match=r"nn\.MoE is one layer; set balance_over 'layer'"):
+    with pytest.raises(ConfigError, match=r"nn\.MoE is a single layer; set balance_over 'layer'"):
         MoE(D, EXPERTS.replace(balance_over="model"))
     cache = PagedCache(layers=1, kv_heads=1, head_width=4, pages=2, page_tokens=4)
-    with pytest.raises(CapacityError, match="request 0 has 9 tokens and 2 pages of 4; give it 3"):
+    with pytest.raises(CapacityError, match="request 0 has 9 tokens and 2 pages of 4; it needs 3"):
         cache.batch([[0, 1]], [9], [1])
     with pytest.raises(ConfigError, match="request 1 has page 2 of a cache of 2; use 0 to 1"):
         cache.batch([[0], [2]], [1, 1], [1, 1])
-    with pytest.raises(ConfigError, match="request 0 has 3 new tokens of 2; give 0 to 2"):
+    with pytest.raises(ConfigError, match="request 0 has 3 new tokens of 2; use 0 to 2"):
         cache.batch([[0]], [2], [3])
     with pytest.raises(ConfigError, match="2 page tables, 1 lengths"):
         cache.batch([[0], [1]], [1], [1])
@@ -257,7 +257,7 @@ def test_import_registers_a_router_in_all_processes(own_router: None) -> None:
 
 def test_import_registers_a_router(own_router: None, capsys: pytest.CaptureFixture[str]) -> None:
     moe = MoeConfig(experts=4, ffn_width=6, router=RouterConfig(kind="first_two"))
-    with pytest.raises(ConfigError, match=r"there is no router 'first_two'.*; one of your own needs --import MODULE"):
+    with pytest.raises(ConfigError, match=r"there is no router 'first_two'.*; a custom router needs --import MODULE"):
         MoE(D, moe)
     with pytest.raises(SystemExit):
         main(["no_such_verb", "--import", "my_routers"])

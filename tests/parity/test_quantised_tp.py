@@ -73,7 +73,7 @@ MIXTURES = {
         gated=False, activation="gelu_tanh", ffn_bias=True, moe=SHARED.replace(ffn_width=36, shared_width=37)
     ),
 }
-"""A dense layer, then experts beside shared ones; of the second model only 8-bit weights can be sharded over ranks."""
+"""A dense layer, then experts and shared ones; of the second model only 8-bit weights can be sharded over ranks."""
 
 
 def _load_experts(folder: Path, plan: Plan, weights: str) -> tuple[Tensor, list[tuple[int, ...]], dict[str, Tensor]]:

@@ -38,7 +38,7 @@ def offload(model: Transformer, buffers: int) -> OffloadedExperts:
 
 @pytest.mark.parametrize("buffers", [1, 2, 3])
 def test_serving_offloaded_experts_gives_the_same_output(buffers: int) -> None:
-    """Requests arrive and finish, prompt chunks beside single tokens; then one pass again, bitwise."""
+    """Requests arrive and finish, prompt chunks together with single tokens; then one pass again, bitwise."""
     plain, model = tiny.model(**SIZES), tiny.model(**SIZES)
     offloaded = offload(model, buffers)
     assert offloaded.size_bytes == buffers * expert_modules(model)[0].size_bytes
@@ -189,7 +189,7 @@ def test_out_of_memory_error_names_size_and_remedy(
     # On a CPU, offloaded experts share the memory with the buffers.
     offloaded = device_bytes(model) + device_bytes(model, experts.get("layers_on_device", 0)) - device_bytes(model, 0)
     assert f"{place} does not fit: it takes {format_bytes(offloaded)} of a rank's memory (cpu)" in str(refusal.value)
-    assert f"enough would be: --dtype bfloat16 ({format_bytes(offloaded // 4)})" in str(refusal.value)
+    assert f"any of these would be enough: --dtype bfloat16 ({format_bytes(offloaded // 4)})" in str(refusal.value)
 
 
 def test_dense_model_cannot_offload_experts(tmp_path: Path) -> None:

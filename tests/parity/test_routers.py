@@ -149,7 +149,7 @@ def check_refusal() -> str:
 def test_capacity_of_zero_slots_is_refused_on_all_ranks():
     messages = set(run(3, check_refusal))
     assert len(messages) == 1
-    assert "ConfigError: a capacity of 0.1 leaves int(0.1·⌈29/6⌉) = 0 places" in messages.pop()
+    assert "ConfigError: a capacity of 0.1 leaves int(0.1·⌈29/6⌉) = 0 slots" in messages.pop()
 
 
 # -- full runs -------------------------------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ from tests.worlds import assert_same, run
     ],
 )
 def test_greedy_tokens_equal_the_reference_forward(name: str, cp: int) -> None:
-    """Prompt chunks beside decodes, preemption, a shared prefix, odd page sizes, ranks that hold no tokens."""
+    """Prompt chunks together with decodes, preemption, a shared prefix, odd page sizes, ranks that hold no tokens."""
     changes, limits = MODELS[name], LIMITS.replace(async_scheduling=cp > 2, graph_capture=cp > 2)
     (texts, preemptions, found, pages), *others = run(cp, serve, {"cp": cp}, limits, changes)
     assert texts == expected(changes)
@@ -73,7 +73,7 @@ def test_8_bit_cache_gives_the_tokens_of_one_process(cache: str, plan: dict[str,
 
 
 def _logits(cp: int, name: str, kind: CacheFormat) -> list[torch.Tensor]:
-    """Logits of three steps: two prompts, chunks of both, and a decode beside a chunk."""
+    """Logits of three steps: two prompts, chunks of both, and a decode together with a chunk."""
     with DistributedContext.build(Plan(cp=cp)) as context:
         model = tiny.model(context.axes.serving(), **MODELS[name])
         cache = KVCache(model.config, model.axes, pages=16 // cp + 1, page_tokens=3, dtype=torch.float64, kind=kind)
@@ -136,9 +136,9 @@ def test_context_ranks_with_other_axes(name: str, plan: dict[str, int]) -> None:
         (Axes(cp=Axis("cp", 2)), r"a model that serves over cp=2 must be built with ground.axes.serving\(\)"),
         (
             Axes(cp=Axis("cp", 2), tp=Axis("tp", 2), sequence_parallel=True, cp_replicated=True),
-            r"ranks that share a cache \(cp=2\) all have all tokens; leave sequence_parallel off",
+            r"ranks that share a cache \(cp=2\) all have all tokens; turn sequence_parallel off",
         ),
-        (Axes(dp=Axis("dp", 2)), r"not over dp=2; use dp=1, and one server for each replica"),
+        (Axes(dp=Axis("dp", 2)), r"not over dp=2; use dp=1, and one server per replica"),
     ],
 )
 def test_unsupported_serving_axes_are_refused(axes: Axes, message: str) -> None:

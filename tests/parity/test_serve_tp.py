@@ -127,6 +127,6 @@ def test_idle_engine_sends_heartbeats() -> None:
 
 def test_data_parallel_engines_are_refused() -> None:
     model = tiny.model(Axes(dp=Axis("dp", size=2)))
-    with pytest.raises(PlanError, match=r"not over dp=2; use dp=1, and one server for each replica"):
+    with pytest.raises(PlanError, match=r"not over dp=2; use dp=1, and one server per replica"):
         Engine(model, tiny.tokenizer(), LIMITS)
     assert isinstance(model.config, ModelConfig)

@@ -88,7 +88,7 @@ def test_resumed_equals_uninterrupted_bit_for_bit(tmp_path: Path) -> None:
     for name, x in tuning.weights(whole).items():
         assert torch.equal(x, ours[name]), name
     shutil.rmtree(resumed.folder / "step-4")
-    with pytest.raises(DataError, match="other rows"):
+    with pytest.raises(DataError, match="different rows"):
         tuning.fit(resumed, sft_feed(conversations(9), Conversations([])))
 
 
@@ -134,11 +134,11 @@ def test_refusals(tmp_path: Path) -> None:
         tuned_run(start, sequence=65)
     with pytest.raises(ConfigError, match=r"train.pretrained_checkpoint other is not the model"):
         tuned_run(start, train=tuning.TRAIN.replace(pretrained_checkpoint="other"))
-    with pytest.raises(ConfigError, match=r"method sft does not use tune.beta \(a setting of dpo\); leave it out"):
+    with pytest.raises(ConfigError, match=r"method sft does not use tune.beta \(a setting of dpo\); remove it"):
         Tuner(run, file, "sft", TuneConfig(beta=0.2))
     with pytest.raises(DataError, match="has no rows"):
         Tuner(run, tuning.write_rows(tmp_path / "none.jsonl", []))
-    with pytest.raises(DataError, match=r"line 1 has 2[0-9] tokens, and a sequence 8"):
+    with pytest.raises(DataError, match=r"line 1 has 2[0-9] tokens, more than a sequence of 8"):
         Tuner(tuned_run(start, sequence=8, runs=tmp_path), file)
     with pytest.raises(DataError, match="no rows are held out"):
         Tuner(run.replace(train=run.train.replace(eval_every=1)), file)

@@ -105,7 +105,7 @@ def test_files_both_ways_bit_for_bit(tmp_path: Path, changes: dict[str, int]) ->
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("router_bias", True, "a bias of the router is not implemented"),
+        ("router_bias", True, "a router bias is not implemented"),
         ("num_sparse_decoder_layers", 9, "the stack has 4 blocks"),
         ("encoder_sparse_step", 3, "requires 2; make them agree"),
     ],

@@ -79,7 +79,7 @@ def test_three_kv_heads_with_tp_3() -> None:
 
 
 def test_kv_heads_must_divide() -> None:
-    with pytest.raises(PlanError, match=r"3 key/value heads do not divide over tp=2; use tp of 1 or 3"):
+    with pytest.raises(PlanError, match=r"3 key/value heads cannot be divided over tp=2; use tp of 1 or 3"):
         Plan(tp=2).check(THREE_KV_HEADS)
 
 

@@ -234,7 +234,7 @@ def test_inconsistent_runs_are_refused(config: RunConfig, tmp_path: Path) -> Non
         TRAIN.replace(timeout_s=float("inf"))
     with pytest.raises(ConfigError, match="name is ''"):
         config.replace(name="")
-    with pytest.raises(ConfigError, match=r"name '\.\./other' leads out of the folder of runs"):
+    with pytest.raises(ConfigError, match=r"name '\.\./other' is outside the folder of runs"):
         config.replace(name="../other")
     with pytest.raises(DataError):
         Trainer(config.replace(data=DataConfig(path=tmp_path / "nowhere", sequence=16))).fit()
@@ -245,11 +245,13 @@ def test_inconsistent_runs_are_refused(config: RunConfig, tmp_path: Path) -> Non
     other = tmp_path / "other"
     words = corpora.TEXT.split()
     build([(str(i), " ".join(words[: 5 + i % 7])) for i in range(90)], other, vocab_size=300, validation_share=0.2)
-    with pytest.raises(DataError, match=r"is not the data that .* was trained on: it has another tokenizer; use that"):
+    with pytest.raises(
+        DataError, match=r"is not the data that .* was trained on: it has a different tokenizer; use that"
+    ):
         Trainer(short.replace(data=DataConfig(path=other, sequence=16))).fit()
     with pytest.raises(ConfigError, match=r"data.seed is 7, and .* trained with 0: .* set --data.seed 0, start the"):
         Trainer(short.replace(data=short.data.replace(seed=7))).fit()
-    with pytest.raises(ConfigError, match=r"data.sequence is 8, and .* trained with 16"):
+    with pytest.raises(ConfigError, match=r"data.sequence is 8, but .* trained with 16"):
         Trainer(short.replace(data=short.data.replace(sequence=8))).fit()
 
 

@@ -89,10 +89,10 @@ def test_unfreezing_needs_a_new_run(corpus: Path, finished_run: Path) -> None:
 def test_unsuitable_start_checkpoints_are_refused(corpus: Path, finished_run: Path, tmp_path: Path) -> None:
     run = config(corpus, tmp_path, "other", pretrained_checkpoint=str(finished_run))
     for model, said in (
-        (MODEL.replace(norm_eps=1e-3), "norm_eps: 1e-0[56] -> 0.001; give the run that model"),
+        (MODEL.replace(norm_eps=1e-3), "norm_eps: 1e-0[56] -> 0.001; to use its model"),
         (
             MODEL.replace(moe=MOE.replace(experts=8)),
-            r"'blocks.0.ffn.experts.down': \(4, 12, 16\) -> \(8, .* and 5 more; give",
+            r"'blocks.0.ffn.experts.down': \(4, 12, 16\) -> \(8, .* and 5 more; to use its model",
         ),
     ):
         with pytest.raises(ConfigError, match=said):
@@ -101,7 +101,7 @@ def test_unsuitable_start_checkpoints_are_refused(corpus: Path, finished_run: Pa
         Trainer(config(corpus, tmp_path, "other", pretrained_checkpoint="nothing-here"))
     build([(f"doc{i}", f"{i} {TEXT[::-1]}") for i in range(30)], tmp_path / "words", vocab_size=300)
     with pytest.raises(
-        ConfigError, match=r"another tokenizer than that of train\.pretrained_checkpoint .* --tokenizer"
+        ConfigError, match=r"a different tokenizer from that of train\.pretrained_checkpoint .* --tokenizer"
     ):
         Trainer(config(tmp_path / "words", tmp_path, "other", pretrained_checkpoint=str(finished_run)))
     Trainer(run.replace(model=MODEL.replace(moe=MOE.replace(capacity=2.0, balance_weight=0.1))))

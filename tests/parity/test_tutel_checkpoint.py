@@ -27,7 +27,7 @@ class Model(torch.nn.Module):
         local = experts // world if experts >= world else -(world // experts)
         options: dict[str, Any] = {"type": kind, "num_experts_per_device": local, "hidden_size_per_expert": 12}
         if kind == "ffn":
-            options["output_dim"] = 5  # the bias of this width does not divide over 2 or 4 ranks
+            options["output_dim"] = 5  # the bias of this width cannot be divided over 2 or 4 ranks
         torch.manual_seed(seed)
         self.before = torch.nn.Linear(D, D)
         self.moe = moe.moe_layer({"type": "top", "k": min(2, experts), "capacity_factor": 0}, D, options).eval()
@@ -92,7 +92,7 @@ def test_checkpoint_converts_to_other_numbers_of_ranks(
 def test_legacy_files_are_gathered(tmp_path: Path) -> None:
     expected = run(2, _write, "ffn", 4, str(tmp_path), True)[0]
     files = (f"{tmp_path}/{PATTERN}", 2, f"{tmp_path}/all", "nested/model")
-    with pytest.raises(CheckpointError, match=r"no layer of experts; give --namespace .* --default_num_global_experts"):
+    with pytest.raises(CheckpointError, match=r"no layer of experts; set --namespace .* --default_num_global_experts"):
         gather.gather(*files)
     gather.gather(*files, default_num_global_experts=4)
     assert torch.load(f"{tmp_path}/all", weights_only=True)["nested"]["model"]["moe._num_global_experts"] == 4
@@ -121,13 +121,13 @@ def test_gather_refuses_bad_files(tmp_path: Path) -> None:
         assert not (tmp_path / "all").exists()
 
     _files(tmp_path)
-    refused("4 experts do not divide over 3 ranks", size=3)
+    refused("4 experts cannot be divided among 3 ranks", size=3)
     refused("cannot read '.*/2': No such file", size=4)
-    refused("has no dictionary 'model' on the way 'model'", namespace="model")
+    refused("has no dictionary 'model' on the path 'model'", namespace="model")
     refused(r"no \{rank\} in", pattern="0")
     refused("has 2 experts on each of 1 ranks, which is not 4", size=1)
     _files(tmp_path, **{"experts.w": torch.zeros(2, 4)})
-    refused("ranks differ in the shape of 'experts.w'")
+    refused("the shape of 'experts.w'")
     torch.save({"other": torch.zeros(1)}, tmp_path / "1")
     refused("lacks 'experts.w', which rank 0 has")
     _files(tmp_path, args=Malicious())
@@ -145,10 +145,10 @@ def test_scatter_refuses_bad_files(tmp_path: Path) -> None:
             scatter.scatter(f"{tmp_path}/all", size, f"{tmp_path}/{outputs}")
 
     one = {"_num_global_experts": torch.tensor(1), "experts.w": torch.zeros(1, 3, 4)}
-    refused(r"of shape \(3, 4\), does not divide over 2 ranks", one)
-    refused("does not divide over 2 ranks", one | {"experts.w": torch.zeros(1)})
+    refused(r"of shape \(3, 4\), cannot be divided over 2 ranks", one)
+    refused("cannot be divided over 2 ranks", one | {"experts.w": torch.zeros(1)})
     refused("is not one of 2 experts", one | {"_num_global_experts": torch.tensor(2)} | {"experts.w": torch.zeros(5)})
-    refused("2 experts do not divide over 3 ranks", {"a._num_global_experts": torch.tensor(2)}, 3)
+    refused("2 experts cannot be divided among 3 ranks", {"a._num_global_experts": torch.tensor(2)}, 3)
     refused("no layer of experts with an entry '_num_global_experts'", {"w": torch.zeros(2)})
     refused(r"no \{rank\} in", one, outputs="out")
     for count in (torch.tensor(0), torch.zeros(2), "4"):
@@ -171,5 +171,5 @@ def test_gather_and_scatter_as_programs(tmp_path: Path) -> None:
     assert torch.load(tmp_path / "all", weights_only=True)["experts.w"].shape == (4, 3)
     failed = program("scatter", "--input=all", "--output_size=3", "--outputs=new/{rank}")
     assert failed.returncode == 1
-    assert failed.stderr.startswith("CheckpointError: 4 experts do not divide over 3 ranks")
+    assert failed.stderr.startswith("CheckpointError: 4 experts cannot be divided among 3 ranks")
     assert failed.stderr.count("\n") == 1

@@ -52,7 +52,7 @@ def test_upcycle_refuses_settings_that_change_the_outputs() -> None:
     ):
         with pytest.raises(ConfigError, match=message):
             upcycle(dense, 4, **fields)
-    with pytest.raises(ConfigError, match="has 4 experts already"):
+    with pytest.raises(ConfigError, match="already has 4 experts"):
         upcycle(upcycle(dense, 4), 4)
     whole: Any = api.Model(dense, None, DistributedContext.solo("cpu"), "tour")
     for work in (
@@ -60,7 +60,7 @@ def test_upcycle_refuses_settings_that_change_the_outputs() -> None:
         lambda: measure(whole, []),
         lambda: prune(whole, torch.zeros(2, 4), 2),
     ):
-        with pytest.raises(ConfigError, match=r"this takes a Transformer, not a Model; give its \.transformer"):
+        with pytest.raises(ConfigError, match=r"expected a Transformer, not a Model; pass its \.transformer"):
             work()
     texts: Any = ["words"]
     with pytest.raises(DataError, match=r"a tensor of token ids, not a str; encode it"):
@@ -237,7 +237,7 @@ def test_prune_refuses_bad_arguments() -> None:
             prune(model, load_LE, keep)
     with pytest.raises(ConfigError, match="belong to another model"):
         prune(model, load_LE[:2], 3)
-    with pytest.raises(DataError, match="no texts"):
+    with pytest.raises(DataError, match="no text"):
         measure(model, [])
     dense = build(CONFIGS["llama"])
     with pytest.raises(ConfigError, match="no experts"):

@@ -90,7 +90,7 @@ def test_the_program(recording: Path, tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 def test_other_languages_are_refused(model: colonnade.Model) -> None:
-    with pytest.raises(RequestError, match=r"language 'de' is unknown to .*, which knows English only"):
+    with pytest.raises(RequestError, match=r"language 'de' is unknown to .*, which supports English only"):
         Transcriber(model, "de")
 
 

@@ -39,7 +39,7 @@ CASES = {
     "bert": ModelConfig(family="bert", norm_order="post", embed_norm=True, **BERT),
     "megatron-bert": ModelConfig(family="megatron-bert", **BERT),
 }  # fmt: skip
-"""12 key/value heads divide over tp of 1, 2, 3 and 4; the other sizes divide by none but 1."""
+"""12 key/value heads can be divided over tp of 1, 2, 3 and 4; the other sizes only over 1."""
 
 TRAIN = TrainConfig(
     steps=20, warmup=2, lr=3e-3, min_lr=1e-4, clip=0.1, weight_decay=0.1, dtype="float64", label_smoothing=0.05

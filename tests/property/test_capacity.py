@@ -93,7 +93,7 @@ def test_dropped_choices_match_the_reference(drawn, factor, priority):
     ids, A = choice.ids_TA.tolist(), choice.ids_TA.shape[1]
     moe = config(E, A, factor, priority=priority)
     if ids and factor and not int(abs(factor) * math.ceil(len(ids) / E)):
-        with pytest.raises(ConfigError, match="0 places in every expert"):
+        with pytest.raises(ConfigError, match="0 slots in every expert"):
             apply_capacity(choice, index_T, moe, SOLO)
         return
     top = choice.probs_TE.max(1).values.tolist() if ids else []
@@ -167,7 +167,7 @@ def test_zero_capacity_error_names_the_remedy():
     choice = RouterOutput(torch.zeros(9, 1, dtype=torch.int64), torch.ones(9, 1), torch.ones(9, 8))
     with pytest.raises(
         ConfigError,
-        match=r"capacity of 0\.3 leaves int\(0\.3·⌈9/8⌉\) = 0 places.* raise it to 1 .* model\.moe\.capacity of a run",
+        match=r"capacity of 0\.3 leaves int\(0\.3·⌈9/8⌉\) = 0 slots.* raise it to 1 .* model\.moe\.capacity of a run",
     ):
         apply_capacity(choice, torch.arange(9), config(8, 1, 0.3), SOLO)
     none = RouterOutput(*(part[:0] for part in choice[:3]))

@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # engine processes import this module too, and need neither c
 
 
 AUXILIARY = ("colonnade.serve.grammar_check", "fork server for")
-"""In the command lines of processes beside engines: grammars compile in one, tests start others from one."""
+"""In the command lines of processes other than engines: grammars compile in one, tests start others from one."""
 
 
 @dataclass
@@ -112,7 +112,7 @@ def server(
     with start(load, plan, limits, models, **config) as running:
         assert running.process.stdout is not None
         line = running.process.stdout.readline()
-        while "cores" in line or "ranks call each kernel" in line:  # warnings that depend on the machine and the plan
+        while "cores" in line or "ranks launch each kernel" in line:  # warnings that depend on the machine and the plan
             line = running.process.stdout.readline()
         assert line == f"loading {names}\n"
         line = running.process.stdout.readline()

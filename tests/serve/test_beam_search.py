@@ -214,11 +214,16 @@ def test_equal_to_transformers(tmp_path: Path) -> None:
     [
         ({"beams": 0}, {}, RequestError, "beams is 0; it must be from 1 to 64"),
         ({"beams": 2, "temperature": 0.5}, {}, RequestError, "set temperature to 0"),
-        ({"beams": 2, "tempered_logprobs": True}, {}, RequestError, "tempered_logprobs and beams exclude one another"),
-        ({"beams": 2, "logprobs": 1}, {}, RequestError, "logprobs and beams exclude one another"),
-        ({"beams": 2, "stop": "x"}, {}, RequestError, "stop and beams exclude one another"),
+        (
+            {"beams": 2, "tempered_logprobs": True},
+            {},
+            RequestError,
+            "tempered_logprobs and beams are mutually exclusive",
+        ),
+        ({"beams": 2, "logprobs": 1}, {}, RequestError, "logprobs and beams are mutually exclusive"),
+        ({"beams": 2, "stop": "x"}, {}, RequestError, "stop and beams are mutually exclusive"),
         ({"length_penalty": -1}, {}, RequestError, "length_penalty is -1; it must be from 0 to 10"),
-        ({"beams": 5}, {"max_requests": 4}, RequestError, "beams is 5, and this server runs 4 at a time; lower it"),
+        ({"beams": 5}, {"max_requests": 4}, RequestError, "beams is 5, but this server runs 4 at a time; lower it"),
         ({"beams": 4, "max_tokens": 20}, {}, CapacityError, "4 beams of 21 take 21 pages .* or beams"),
     ],
 )
@@ -232,7 +237,7 @@ def test_bad_requests(options: dict, limits: dict, error: type[Exception], messa
 def test_a_decoder_has_no_beams() -> None:
     tokenizer: Tokenizer = tiny.tokenizer()
     it = Engine(tiny.model(), tokenizer, ServeConfig(pages=8))
-    with pytest.raises(RequestError, match="beams are for models with an encoder"):
+    with pytest.raises(RequestError, match="beams need a model with an encoder"):
         it.add([5], SamplingParams(beams=2))
 
 

@@ -290,14 +290,14 @@ def test_unsuitable_draft_models_are_refused(tmp_path: Path):
     for name, words in {
         "missing": r"--serve.draft .*missing: .*missing does not exist.*; or use --serve.draft ngram",
         "encoder": r"--serve.draft .*encoder attends in both directions",
-        "other": r"--serve.draft .*other has another vocabulary: [\d,]+ of the served model's 3\d\d tokens are not the "
-        r"same, such as \d+, which is .* and there .* \(vocabularies of 301 and 301 tokens\); give a model",
+        "other": r"--serve.draft .*other has a different vocabulary: [\d,]+ of the served model's 3\d\d tokens "
+        r"differ, such as \d+, which is .* and there .* \(vocabularies of 301 and 301 tokens\); use a model",
     }.items():
         with pytest.raises(ConfigError, match=words):
             spec(tmp_path / "big", tmp_path / name).open_loader()
     spec(tmp_path / "big", tmp_path / "small").open_loader()
     spec(tmp_path / "big", tmp_path / "longer").open_loader()
-    with pytest.raises(ConfigError, match=r"serve.draft is .*small, and drafts are for generated text"):
+    with pytest.raises(ConfigError, match=r"serve.draft is .*small, but drafts need text generation"):
         spec(tmp_path / "big", tmp_path / "small", task="embed").open_loader()
     with pytest.raises(ConfigError, match="the engine was given no draft model"):
         Engine(tiny.model(), tiny.tokenizer(), LIMITS)

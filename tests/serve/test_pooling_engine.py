@@ -212,7 +212,7 @@ def test_a_full_queue_refuses_requests_not_texts() -> None:
     it = engine(encoders.model(encoders.config()), EMBED, max_waiting=2)
     add(it, "a", [[1, 2]] * 100)
     add(it, "b", [[1, 2]])
-    with pytest.raises(RequestError, match="2 requests wait already") as refusal:
+    with pytest.raises(RequestError, match="2 requests are already waiting") as refusal:
         add(it, "c", [[1, 2]])
     assert refusal.value.status == 429
     assert len(run(it)) == 101
@@ -253,7 +253,7 @@ def test_truncation_keeps_the_beginning_and_the_special_tokens() -> None:
     spaces = " " * 100_000 + text
     assert tokenizer.encode_truncated(spaces, max_tokens=6)[0] == [*whole[:5], whole[-1]]
     assert tokenizer.encode_truncated(text * 10_000, max_tokens=6)[0] == [*whole[:5], whole[-1]]
-    with pytest.raises(RequestError, match="truncate_prompt_tokens is 2, and 2 tokens are the special ones; set it to"):
+    with pytest.raises(RequestError, match="truncate_prompt_tokens is 2, but 2 special tokens are added; set it to"):
         tokenizer.encode_truncated(text, max_tokens=2)
 
 
@@ -275,7 +275,7 @@ def test_of_a_pair_the_longer_text_is_truncated(lengths: tuple[int, int], kept: 
     [
         ({"task": "generate"}, {}, ConfigError, "cannot generate text"),
         ({"pooling": "cls"}, {"causal": True, "task_head": "unembed"}, ConfigError, "add --serve.task embed"),
-        ({"pooling": "cls"}, {"task_head": "classes", "classes": 2}, ConfigError, "a pooler of its own"),
+        ({"pooling": "cls"}, {"task_head": "classes", "classes": 2}, ConfigError, "its own pooler"),
         ({"batch_invariant": True}, {}, ConfigError, "applies to generation only"),
         ({}, {}, PlanError, "no key/value cache to share over cp=2"),
     ],
@@ -310,7 +310,7 @@ def test_sentence_transformers_files(tmp_path: Path) -> None:
         read_pooling(tmp_path)
     assert read_pooling(tmp_path, kind=False).kind is None
     for content, words in (
-        ("{}", "is no list of modules"),
+        ("{}", "is not a list of modules"),
         ("[", "is not JSON"),
         (json.dumps([module("Dense")]), "'Dense'"),
     ):

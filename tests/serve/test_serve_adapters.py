@@ -1,4 +1,4 @@
-"""Adapters served beside their model: chosen by name, mixed in one step, each equal to the merged model."""
+"""Adapters served together with their model: chosen by name, mixed in one step, each equal to the merged model."""
 
 from pathlib import Path
 
@@ -139,9 +139,9 @@ def test_refusals(tmp_path: Path) -> None:
         ServeConfig(adapters=("x",))
     with pytest.raises(ConfigError, match="two called 'a'"):
         ServeConfig(adapters=("a=x", "a=y"))
-    with pytest.raises(ConfigError, match="exclude each other"):
+    with pytest.raises(ConfigError, match="mutually exclusive"):
         ServeConfig(adapters=adapters, batch_invariant=True)
-    with pytest.raises(ConfigError, match="are for one model"):
+    with pytest.raises(ConfigError, match="apply to one model"):
         ServedModels({"a": None, "b": None}, ["c"])  # type: ignore[dict-item]
     with pytest.raises(ConfigError, match="both called 'a'"):
         ServedModels({"a": None}, ["a"])  # type: ignore[dict-item]
@@ -150,7 +150,7 @@ def test_refusals(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="of shape"):
         check_adapters(ServeConfig(adapters=adapters), tiny.config(width=36))
     engine = Engine(tiny.model(), tiny.tokenizer(), ServeConfig(adapters=adapters))
-    with pytest.raises(ConfigError, match="there is no adapter 'b' here, but all, some"):
+    with pytest.raises(ConfigError, match="there is no adapter 'b' here, only all, some"):
         engine.add("x", PARAMS, adapter="b")
 
 

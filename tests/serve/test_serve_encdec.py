@@ -254,8 +254,8 @@ def test_tokenizers_that_name_a_language_of_their_own(template: str) -> None:
     [
         ({}, "target_lang is missing: this model translates between eng_Latn, fra_Latn, deu_Latn; name one"),
         ({"target_lang": "fra_Latn"}, "source_lang is missing"),
-        ({"target_lang": "fra_Latin"}, r"none of this model's 3 languages \(.*\); did you mean 'fra_Latn'\?"),
-        ({"target_lang": "<mask>"}, "'<mask>' is none of this model's 3 languages .*; name one of them"),
+        ({"target_lang": "fra_Latin"}, r"not one of this model's 3 languages \(.*\); did you mean 'fra_Latn'\?"),
+        ({"target_lang": "<mask>"}, "'<mask>' is not one of this model's 3 languages .*; name one of them"),
         ({"target_lang": 7}, "target_lang is 7; it must be a language, as a string"),
     ],
 )
@@ -271,8 +271,8 @@ def test_unknown_languages_are_one_line(options: dict, message: str) -> None:
     [
         ([5], {"target_lang": "fra_Latn"}, RequestError, "target_lang is for models that translate between named"),
         ([], {}, RequestError, "the prompt is empty"),
-        ([0], {}, RequestError, "the source is empty; give the text that the encoder reads"),
-        ([5] * 40, {}, RequestError, "the source has 41 tokens with its end, and this model's encoder reads 40"),
+        ([0], {}, RequestError, "the source is empty; pass the text for the encoder"),
+        ([5] * 40, {}, RequestError, "the source has 41 tokens with its end, but this model's encoder accepts 40"),
         ([5], {"max_tokens": 64}, RequestError, "maximum context length is 64 tokens"),
         ([5], {"echo": True}, RequestError, "echo is for models that continue the prompt"),
         ([5] * 30, {"max_tokens": 63}, CapacityError, "take 24 pages of 4 tokens; this server has 20"),

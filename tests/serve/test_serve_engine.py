@@ -237,18 +237,18 @@ def test_refusals_give_the_reason(model, prompt, params, message):
 @pytest.mark.parametrize(
     ("ask", "message"),
     [
-        (lambda it: it.generate("The quick"), r"^prompts is 'The quick'; give a list of prompts"),
-        (lambda it: it.generate([1, 2, 3]), r"^prompts is \[1, 2, 3\]; give a list of prompts"),
-        (lambda it: it.generate(torch.tensor([1, 2])), r"^prompts is tensor.*; give a list of prompts"),
-        (lambda it: it.generate(None), "^prompts is None; give a list"),
-        (lambda it: it.generate(["a"], {"temperature": 0}), r"^params is {.*}; give SamplingParams\(\*\*params\)"),
-        (lambda it: it.generate(["a", "b"], [GREEDY, 3]), r"^params is 3; give SamplingParams"),
+        (lambda it: it.generate("The quick"), r"^prompts is 'The quick'; pass a list of prompts"),
+        (lambda it: it.generate([1, 2, 3]), r"^prompts is \[1, 2, 3\]; pass a list of prompts"),
+        (lambda it: it.generate(torch.tensor([1, 2])), r"^prompts is tensor.*; pass a list of prompts"),
+        (lambda it: it.generate(None), "^prompts is None; pass a list"),
+        (lambda it: it.generate(["a"], {"temperature": 0}), r"^params is {.*}; pass SamplingParams\(\*\*params\)"),
+        (lambda it: it.generate(["a", "b"], [GREEDY, 3]), r"^params is 3; pass SamplingParams"),
         (lambda it: it.generate(["a", "b"], [GREEDY]), "^2 prompts but 1 sampling params"),
-        (lambda it: it.add(None), "^the prompt is None; give one text, or list of token ids"),
+        (lambda it: it.add(None), "^the prompt is None; pass a single string or list of token ids"),
         (lambda it: it.add("a", {"temperature": 0}), "^params is "),
-        (lambda it: it.add([1.5]), r"^the prompt is \[1.5\]; give one text"),
-        (lambda it: it.add(torch.zeros(2, 3, dtype=torch.int64)), r"^the prompt is tensor.*\]\]\); give one text"),
-        (lambda it: it.stream(["a", "b"]), r"^the prompt is \['a', 'b'\]; give one text.* \(generate takes several\)"),
+        (lambda it: it.add([1.5]), r"^the prompt is \[1.5\]; pass a single string"),
+        (lambda it: it.add(torch.zeros(2, 3, dtype=torch.int64)), r"^the prompt is tensor.*\]\]\); pass a single"),
+        (lambda it: it.stream(["a", "b"]), r"^the prompt is \['a', 'b'\]; pass a single.* \(generate takes several\)"),
         (lambda it: it.add("a", SamplingParams(stop_token_ids=[7, 301])), "^token 301 of stop_token_ids is not in the"),
         (lambda it: it.add("a", SamplingParams(stop_token_ids=[-1])), "^token -1 of stop_token_ids is not in the"),
     ],
@@ -339,7 +339,9 @@ def test_a_refusal_has_the_largest_number_that_is_accepted(model, pages: int, pr
 
 
 def test_a_cache_below_one_page_is_refused(model):
-    with pytest.raises(CapacityError, match=r"cache_bytes 100 holds no page of 4 tokens, .* 1536 bytes; give 49152"):
+    with pytest.raises(
+        CapacityError, match=r"cache_bytes 100 is less than one page of 4 tokens, .* 1536 bytes; use 49152"
+    ):
         Engine(model, tiny.tokenizer(), ServeConfig(cache_bytes=100, page_tokens=4))
     with pytest.raises(CapacityError, match=r"key/value cache +\d+.*(.|\n)*--serve.(cache_bytes|pages) \d+"):
         engine(model, pages=1 << 50)
@@ -355,7 +357,7 @@ def test_queue_is_bounded_for_add_but_not_for_generate(model):
     it = engine(model, max_waiting=2)
     for _ in range(2):
         it.add("fox", GREEDY)
-    with pytest.raises(RequestError, match="2 requests wait already") as refusal:
+    with pytest.raises(RequestError, match="2 requests are already waiting") as refusal:
         it.add("fox", GREEDY)
     assert refusal.value.status == 429
     assert len(engine(model, max_waiting=2).generate(["fox"] * 7, GREEDY)) == 7

@@ -239,7 +239,7 @@ def test_all_fronts_read_the_keys_again(guarded: Running, key_file: Path):
     for pid in fronts(guarded):
         os.kill(pid, signal.SIGTERM)
     code, out, err = guarded.stop(signal.SIGTERM)
-    assert (code, err) == (0, "") and out.count("is started again") == 3 and gone(pids)
+    assert (code, err) == (0, "") and out.count("is being restarted") == 3 and gone(pids)
 
 
 @pytest.mark.slow

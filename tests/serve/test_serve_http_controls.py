@@ -147,11 +147,11 @@ def test_every_form_of_structured_output(client: openai.OpenAI):
         ({"logit_bias": {"1": 101}}, "logit_bias", "from -100 to 100"),
         ({"frequency_penalty": 3}, "frequency_penalty", "from -2 to 2"),
         ({"min_tokens": 9, "max_tokens": 8}, "min_tokens", "from 0 to max_tokens"),
-        ({"response_format": {"type": "json_schema"}}, "response_format", "belong together"),
+        ({"response_format": {"type": "json_schema"}}, "response_format", "must be sent together"),
         ({"response_format": {"type": "xml"}}, "response_format", "json_object"),
         ({"guided_regex": "("}, "structured_outputs", "regex cannot be compiled"),
         ({"structured_outputs": {"xml": "a"}}, "structured_outputs", "unknown field 'xml'"),
-        ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice", "exclude one another"),
+        ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice", "mutually exclusive"),
         ({"guided_json": {"type": "array", "uniqueItems": True}}, "structured_outputs", "uniqueItems"),
     ],
 )

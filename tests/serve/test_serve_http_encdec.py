@@ -57,12 +57,12 @@ def test_beams_are_a_parameter(running: Running, folder: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"n": 2, "extra_body": {"beams": 2}}, "n and beams exclude one another"),
+        ({"n": 2, "extra_body": {"beams": 2}}, "n and beams are mutually exclusive"),
         ({"extra_body": {"beams": 2, "temperature": 0.5}}, "set temperature to 0"),
         ({"echo": True}, "echo is for models that continue the prompt"),
         ({"suffix": "x"}, "suffix"),
         ({"extra_body": {"target_lang": "fra_Latn"}}, "target_lang is for models that translate"),
-        ({"prompt": "word " * 50}, "this model's encoder reads 40"),
+        ({"prompt": "word " * 50}, "this model's encoder accepts 40"),
         ({"prompt": ""}, "empty"),
     ],
 )

@@ -96,7 +96,7 @@ def test_requests_a_minute(guarded: Running):
     assert all(0 < float(reply.headers["x-ratelimit-reset-requests"].removesuffix("s")) <= 60 for reply in replies)
     assert 1 <= int(replies[-1].headers["retry-after"]) <= 20
     error = replies[-1].json()["error"]
-    assert error["code"] == "rate_limit_exceeded" and "3 requests a minute" in error["message"]
+    assert error["code"] == "rate_limit_exceeded" and "3 requests per minute" in error["message"]
 
 
 def test_tokens_a_minute(guarded: Running):
@@ -117,7 +117,7 @@ def test_concurrent_requests(guarded: Running):
         refused = ask(guarded, "single")
         assert "[DONE]" in stream.read().decode()
     assert refused.status_code == 429 and refused.headers["retry-after"] == "1"
-    assert refused.json()["error"]["message"].startswith("1 requests of this API key run already")
+    assert refused.json()["error"]["message"].startswith("1 requests of this API key are already running")
     assert ask(guarded, "single").status_code == 200
 
 
@@ -172,7 +172,7 @@ def test_keys_are_read_again_and_the_server_drains(guarded: Running, key_file: P
         drain = request(guarded, "POST", "/admin/drain", "root")
         assert (drain.status_code, drain.json()) == (202, {"status": "draining", "running": 1})
         assert "[DONE]" in stream.read().decode()
-    assert guarded.stop(0) == (0, "stopping: 1 request has 25 s to finish; Ctrl-C again ends now\n", "")
+    assert guarded.stop(0) == (0, "stopping: 1 request has 25 s to finish; press Ctrl-C again to exit now\n", "")
 
 
 def test_a_missing_key_file_is_refused_before_loading(tmp_path: Path):

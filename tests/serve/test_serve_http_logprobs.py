@@ -162,7 +162,7 @@ def test_replies_match_the_schema(running: Running):
     ("body", "param", "words"),
     [
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "top_logprobs is 21; it must be from 0 to 20"),
-        ({"top_logprobs": 2}, "top_logprobs", "belong to logprobs=true"),
+        ({"top_logprobs": 2}, "top_logprobs", "needs logprobs=true"),
         ({"logprobs": 3}, "logprobs", "valid boolean"),
         ({"prompt_logprobs": 21}, "prompt_logprobs", "from 0 to 20"),
         ({"echo": True}, "echo", "not supported"),

@@ -193,7 +193,7 @@ def test_templates_get_variables_and_continue(running: Running):
             "Invalid type",
         ),
         ({"tools": TOOLS * 65}, "tools", "at most 128"),
-        ({"tools": TOOLS, "response_format": {"type": "json_object"}}, "response_format", "exclude one another"),
+        ({"tools": TOOLS, "response_format": {"type": "json_object"}}, "response_format", "mutually exclusive"),
         ({"messages": [{"role": "tool", "tool_call_id": "x"}]}, "messages", "has no content"),
         (
             {"messages": [{"role": "user", "content": "a", "tool_call_id": "x"}]},
@@ -207,7 +207,7 @@ def test_templates_get_variables_and_continue(running: Running):
                 ]
             },
             "messages",
-            "no JSON object",
+            "not a JSON object",
         ),
         ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs", "may not set 'tools'"),
         ({"continue_final_message": True}, "continue_final_message", "role 'assistant'"),

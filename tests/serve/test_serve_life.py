@@ -100,7 +100,7 @@ def test_slow_model_full_queue_and_graceful_stop():
         assert late.headers["retry-after"]
         chunks = list(stream)  # the drain lets the stream finish
         assert chunks[-1].choices[0].finish_reason == "length"
-        assert running.stop(0) == (0, "stopping: 1 request has 20 s to finish; Ctrl-C again ends now\n", "")
+        assert running.stop(0) == (0, "stopping: 1 request has 20 s to finish; press Ctrl-C again to exit now\n", "")
         assert gone(pids) and not list(running.folder.iterdir())
 
 
@@ -119,7 +119,7 @@ def test_requests_cut_off_by_shutdown_get_an_error():
             list(stream)
         assert whole.result().status_code == 503
         assert whole.result().json()["error"]["type"] == "service_unavailable_error"
-        assert running.stop(0) == (0, "stopping: 2 requests have 0 s to finish; Ctrl-C again ends now\n", "")
+        assert running.stop(0) == (0, "stopping: 2 requests have 0 s to finish; press Ctrl-C again to exit now\n", "")
         assert gone(pids)
 
 
@@ -130,7 +130,10 @@ def test_second_signal_stops_at_once(number: signal.Signals):
         stream, pids = long_stream(running), running.engine_pids()
         running.process.send_signal(number)
         assert running.process.stdout is not None
-        assert running.process.stdout.readline() == "stopping: 1 request has 3600 s to finish; Ctrl-C again ends now\n"
+        assert (
+            running.process.stdout.readline()
+            == "stopping: 1 request has 3600 s to finish; press Ctrl-C again to exit now\n"
+        )
         running.process.send_signal(number)
         with pytest.raises(openai.APIError, match="the server is shutting down"):
             list(stream)
@@ -239,7 +242,7 @@ def test_engine_that_cannot_start_gives_a_one_line_error():
         code, out, err = starting.stop(0)
         assert not list(starting.folder.iterdir())
     assert code != 0 and out == "loading tiny\n" and err.count("\n") == 1, err
-    assert err.startswith("CapacityError: --serve.cache_bytes 7 holds no page of 16 tokens")
+    assert err.startswith("CapacityError: --serve.cache_bytes 7 is less than one page of 16 tokens")
 
 
 @pytest.mark.slow
@@ -291,7 +294,7 @@ def test_foreign_address_gives_a_one_line_error():
         code, out, err = starting.stop(0)
     assert code != 0 and out == ""
     assert re.fullmatch(
-        r"ConfigError: cannot listen on 192\.0\.2\.1:0: .*; this machine has no such address; "
+        r"ConfigError: cannot listen on 192\.0\.2\.1:0: .*; this machine does not have this address; "
         r"choose another --serve\.host\n",
         err,
     ), err

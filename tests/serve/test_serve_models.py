@@ -251,7 +251,7 @@ def test_a_signal_ends_all_engines(running: Running):
     assert [list(stream)[-1].choices[0].finish_reason for stream in streams] == ["length", "length"]
     code, out, err = running.stop(0)
     assert (code, err) == (0, "") and "requests have 25 s to finish" in out
-    assert "the engine of tiny died and is started again: the engine process was killed by SIGKILL" in out
+    assert "the engine of tiny died and is being restarted: the engine process was killed by SIGKILL" in out
     assert gone(pids) and not list(running.folder.iterdir())
 
 
@@ -278,7 +278,7 @@ def test_names_are_the_last_parts_of_paths():
 
 def test_upstreams_have_one_model():
     config = ServeConfig(port=0, upstreams=("http://127.0.0.1:1",))
-    with pytest.raises(ConfigError, match="passes requests on for one model, not for 2"):
+    with pytest.raises(ConfigError, match="forwards requests for one model, not for 2"):
         serve({"a": None, "b": None}, config=config, device="cpu", announce=lambda _: None)
 
 

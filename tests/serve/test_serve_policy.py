@@ -11,7 +11,7 @@ from tests.serve.serving import Running, server
 
 @pytest.fixture(scope="module")
 def slow():
-    """Two requests at a time, 20 ms a step."""
+    """Two requests at a time, 20 ms per step."""
     with server({"slow_s": 0.02}, max_requests=2, pages=64) as it:
         yield it
 
@@ -74,11 +74,11 @@ def test_a_full_queue_has_room_for_other_clients():
                 queued = [asyncio.create_task(ask(hog, f"{i}")) for i in range(8)]
                 await until_waiting(http, 8)
                 refused = await ask(hog)
-                assert refused.status_code == 429 and "8 requests wait already" in refused.text
+                assert refused.status_code == 429 and "8 requests are already waiting" in refused.text
                 several = asyncio.create_task(ask(http, ["a", "b", "c", "d"]))
                 displaced, _ = await asyncio.wait(queued, return_when=asyncio.FIRST_COMPLETED)
                 assert {each.result().status_code for each in displaced} == {429}
-                assert "made way for another client's" in displaced.pop().result().text
+                assert "dropped in favour of another client's" in displaced.pop().result().text
                 too_many = await ask(http, "e")
                 assert too_many.status_code == 429
                 assert (await several).status_code == 200 and (await running_one).status_code == 200

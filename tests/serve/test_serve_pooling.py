@@ -166,11 +166,11 @@ def test_long_texts_are_refused_or_truncated(running: Running) -> None:
         ({"input": [True]}, "input", "input must be"),
         ({"input": {}}, "input", "input must be"),
         ({}, "input", "'input' is missing"),
-        ({"input": "a", "dimensions": 25}, "dimensions", "dimensions is 25, and the model's embeddings have 24"),
+        ({"input": "a", "dimensions": 25}, "dimensions", "dimensions is 25, but the model's embeddings have 24"),
         ({"input": "a", "dimensions": 0}, "dimensions", "ask for 1 to 24"),
         ({"input": "a", "encoding_format": "hex"}, "encoding_format", "'hex'"),
         ({"input": "a", "truncate_prompt_tokens": 41}, "truncate_prompt_tokens", "context of 40"),
-        ({"input": "a", "truncate_prompt_tokens": 2}, "truncate_prompt_tokens", "2 tokens are the special ones"),
+        ({"input": "a", "truncate_prompt_tokens": 2}, "truncate_prompt_tokens", "2 special tokens are added"),
         ({"input": "a", "dimension": 3}, "dimension", "did you mean 'dimensions'?"),
         ({"input": ["x"] * 2049}, "input", "input has 2049 texts; at most 2048"),
         ({"input": [[1], [99999]]}, "input", "input.1 has the token 99999"),
@@ -198,7 +198,7 @@ def test_large_bodies(running: Running) -> None:
     many = post(running, "/v1/embeddings", input=["the dog " * 500] * 2048, truncate_prompt_tokens=10)
     assert len(many["data"]) == 2048 and many["usage"]["prompt_tokens"] == 20480
     error = refused(running, "/v1/embeddings", {"input": "the dog " * 1_000_000})
-    assert "input has 8000000 bytes; a model with a context of 40 tokens takes at most" in error["message"]
+    assert "input has 8000000 bytes; a model with a context of 40 tokens accepts at most" in error["message"]
     assert refused(running, "/v1/embeddings", {"input": "x" * 9_000_001}, 413)["code"] == "body_too_large"
 
 

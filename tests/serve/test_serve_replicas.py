@@ -1,13 +1,15 @@
 """Two replicas behind one address: killed ones lose nothing, prefixes find their replica, and all stop in the end."""
 
 import asyncio
+import errno
 import os
 import re
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,9 +18,15 @@ import httpx
 import pytest
 import torch
 
-from colonnade.config import ServeConfig
+from colonnade.config import Plan, ServeConfig
+from colonnade.errors import WorkerError
 from colonnade.serve import Engine, SamplingParams
+from colonnade.serve.engine_client import EngineClient
+from colonnade.serve.replica_placement import ANYWHERE
+from colonnade.serve.replica_processes import ReplicaProcesses
+from colonnade.serve.replicas import Replicas
 from colonnade.serve.sampling_params import choice_seed
+from colonnade.serve.start_order import start_turns
 from colonnade.serve.structured_outputs import StructuredOutputs
 from tests.serve import tiny
 from tests.serve.serving import Running, server
@@ -210,7 +218,45 @@ def test_replicas_that_die_too_often_are_left_out(tmp_path: Path):
                 other = successor(running, other)
         code, out, err = running.stop(0)
     assert code == 1 and re.fullmatch(r"WorkerError: the engine process was killed by SIGKILL .*\n", err), err
-    assert "died 4 times and is left out, 1 of 2 are left: the engine process was killed by SIGKILL" in out
+    assert "died 4 times and was removed, 1 of 2 are left: the engine process was killed by SIGKILL" in out
+
+
+def test_a_process_that_cannot_be_started_ends_no_other_replica(monkeypatch: pytest.MonkeyPatch):
+    """Without memory for a process, as after the kernel has killed one, it is tried again."""
+    replicas, starts, lines = Replicas(2), Counter[int](), list[str]()
+
+    @asynccontextmanager
+    async def start(*args: Any) -> AsyncIterator[EngineClient]:
+        client = args[6]
+        number = replicas.clients.index(client)
+        starts[number] += 1
+        if number == 0 and starts[0] in (2, 3):
+            raise OSError(errno.ENOMEM, "Cannot allocate memory")
+        client.ready.set()
+        yield client
+
+    async def run() -> None:
+        processes = ReplicaProcesses(
+            replicas, lambda: pytest.fail("a model was opened"), Plan(), ServeConfig(), "cpu", [ANYWHERE] * 2,
+            start_turns(["cpu", "cpu"]), ["replica 0", "replica 1"], lines.append, lambda *_: None,
+        )  # fmt: skip
+        async with processes.running(asyncio.Event()):
+            await asyncio.wait_for(replicas.ready.wait(), 10)
+            killed = replicas.clients[0]
+            killed.fail(WorkerError("killed"))
+            killed.exited.set()
+            while starts[0] < 4 and not replicas.failure:
+                await asyncio.sleep(0.001)
+            assert replicas.failure is None
+            await asyncio.sleep(0.01)
+            assert replicas.up == [0, 1]
+
+    monkeypatch.setattr("colonnade.serve.replica_processes.engine_process", start)
+    monkeypatch.setattr("colonnade.serve.replica_processes.PAUSE_S", 0.0, raising=False)
+    asyncio.run(run())
+    assert starts == {0: 4, 1: 1}
+    assert [line for line in lines if "Cannot allocate memory" in line] == lines[1:3]
+    assert lines[-1] == "replica 0 is up again"
 
 
 @pytest.mark.slow
@@ -297,6 +343,6 @@ def test_replicas_stop_on_a_signal(running: Running):
     pids = [*engines(running), *grammar_pids(running)]
     code, out, err = running.stop(signal.SIGTERM)
     assert (code, err) == (0, "") and out.endswith("\nstopping\n")
-    deaths = out.count("died and is started again: the engine process was killed by SIGKILL")
+    deaths = out.count("died and is being restarted: the engine process was killed by SIGKILL")
     assert deaths == out.count("is up again\n") in (0, 1, 3)  # three with the slow tests
     assert gone(pids) and not list(running.folder.iterdir())

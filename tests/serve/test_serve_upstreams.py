@@ -169,7 +169,7 @@ def test_streams(gateway: tuple[Running, list[Upstream]]):
     client = openai.OpenAI(base_url=f"{running.url}/v1", api_key="ours", max_retries=0)
     chunks = client.completions.create(model="tiny", prompt="a", stream=True)
     next(chunks)
-    with pytest.raises(openai.APIError, match="the server that generated this answer failed"):
+    with pytest.raises(openai.APIError, match="the server that generated this response failed"):
         list(chunks)
 
 

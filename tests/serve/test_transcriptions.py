@@ -100,11 +100,11 @@ def test_openai_client(client: TestClient, sound: bytes) -> None:
     [
         (wav(np.zeros(0)), {}, 400, "the file has no samples"),
         (wav(np.array([0.0, np.nan]), subtype="FLOAT"), {}, 400, "the file has samples that are not finite"),
-        (b"", {}, 400, "the file is no audio that can be read"),
-        (b"plain text" * 99, {}, 400, "the file (is no audio that can be read|has no sound)"),
+        (b"", {}, 400, "the file cannot be read as audio"),
+        (b"plain text" * 99, {}, 400, "the file (cannot be read as audio|has no sound)"),
         (b"RIFF\xff\xff\xff\xffWAVEfmt ", {}, 400, "the file"),
         (wav(np.zeros(9), 1), {"language": "de"}, 400, "language 'de' is unknown"),
-        (wav(np.zeros(10 * 3600), 1, subtype="PCM_U8"), {}, 400, "10.0 hours long or more, and 2.0 hours are read"),
+        (wav(np.zeros(10 * 3600), 1, subtype="PCM_U8"), {}, 400, "10.0 hours long or more, and the limit is 2.0 hours"),
         (wav(np.zeros(9)), {"model": "x" * 99}, 404, "the model 'x+' is not served here"),
         (wav(np.zeros(9)), {"response_format": "xml"}, 400, "response_format is 'xml'; it must be one of json"),
         (wav(np.zeros(9)), {"temperature": "nan"}, 400, "temperature is 'nan'; it must be a number from 0 to 1"),
@@ -122,7 +122,7 @@ def test_openai_client(client: TestClient, sound: bytes) -> None:
             wav(np.zeros(9)),
             {"timestamp_granularities[]": "word"},
             400,
-            "need response_format verbose_json, and it is 'json'",
+            "need response_format verbose_json, not 'json'",
         ),
         (bytes(4 << 20), {}, 413, "send at most 3,145,728"),
     ],
@@ -227,7 +227,7 @@ def test_the_queue_is_bounded_by_bytes(model: colonnade.Model, monkeypatch: pyte
         assert refused.status_code == 429
         message = refused.json()["error"]["message"]
         assert re.search(
-            r"the queue is full: bodies of 8,\d{3},\d{3} bytes wait already, of at most 8,388,608", message
+            r"the queue is full: bodies of 8,\d{3},\d{3} bytes are already waiting, of at most 8,388,608", message
         )
         assert it.get("/health").status_code == 200
         blocked.set()
@@ -240,7 +240,7 @@ def test_a_file_that_names_other_files_is_refused(model: colonnade.Model) -> Non
     it = TestClient(TranscriptionServer(model, NAME, ServeConfig()).app)
     answer = post(it, b"ffconcat version 1.0\nfile recording\n")
     assert answer.status_code == 400
-    assert "is no audio that can be read" in answer.text
+    assert "cannot be read as audio" in answer.text
     assert "Too many open files" not in answer.text
 
 

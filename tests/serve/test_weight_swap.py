@@ -14,6 +14,7 @@ import torch
 import colonnade
 from colonnade.config import ExpertsConfig, LatentConfig, MoeConfig, Plan, ServeConfig
 from colonnade.data.tokenizer import Tokenizer
+from colonnade.model.weight_only_quant import quantised_parameters
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.serve import Engine, SamplingParams
 from colonnade.serve.ipc import Message
@@ -155,6 +156,28 @@ def test_a_copy_that_does_not_fit_is_refused(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr("colonnade.serve.staged_weights.usable_bytes", lambda _: needed - 1)
     answer = swap_weights(engine, WeightSwap(engine, model.context), tmp_path / "new")
     assert answer["error"]["status"] == 400 and "host memory" in answer["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("weights", "part"), [("int8", "scales"), ("int4", "scales"), ("float8", "scales"), ("float8", "values")]
+)
+def test_quantised_weights_that_are_not_finite_are_refused(tmp_path: Path, weights: Any, part: str):
+    """As they are stored: no other weights are computed from them first."""
+    save(tmp_path / "new")
+    with colonnade.load(tmp_path / "new", weights=weights) as model:
+        colonnade.save(model, tmp_path / "old")
+        poisoned = quantised_parameters(model.transformer)["blocks.0.ffn.up.weight"]
+        if part == "scales":
+            poisoned.scales.view(-1)[-1] = torch.inf
+        else:
+            poisoned.values.view(torch.uint8)[-1, -1] = 0xFF
+        colonnade.save(model, tmp_path / "bad")
+    with colonnade.load(tmp_path / "old") as model:
+        engine = colonnade.Engine(model, LIMITS)
+        before = texts(engine)
+        refused = swap_weights(engine, WeightSwap(engine, model.context), tmp_path / "bad")
+        assert f"'blocks.0.ffn.up.weight' is not finite in {weights}" in refused["error"]["message"]
+        assert texts(engine) == before
 
 
 def test_offloaded_experts_are_refused(tmp_path: Path):

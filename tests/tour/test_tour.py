@@ -107,7 +107,7 @@ def test_5_a_layout_is_data() -> None:
     An impossible plan is refused before any process starts."""
     layout = layout_of(tiny())
     assert (layout["blocks.0.ffn.up.weight"], layout["blocks.0.ffn.down.weight"]) == (0, 1)  # columns, then rows
-    with pytest.raises(PlanError, match="2 key/value heads do not divide over tp=4; use tp of 1 or 2"):
+    with pytest.raises(PlanError, match="2 key/value heads cannot be divided over tp=4; use tp of 1 or 2"):
         Plan(tp=4).check(TINY)
 
 

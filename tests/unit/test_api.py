@@ -13,9 +13,10 @@ from torch.utils.data import Dataset, IterableDataset
 import colonnade
 from colonnade import DataConfig, ModelConfig, RunConfig, TrainConfig
 from colonnade.checkpoint import native
+from colonnade.cli import main
 from colonnade.config import Config, Plan
 from colonnade.data import Corpus, write_tokens
-from colonnade.errors import ConfigError, DataError, RequestError
+from colonnade.errors import CheckpointError, ConfigError, DataError, RequestError
 from colonnade.model import Transformer, initialise
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.train.trackers import read_rows
@@ -107,7 +108,7 @@ def test_chat_equals_template_plus_generation(model: colonnade.Model) -> None:
     assert model.chat(messages, **GREEDY) == expected == "".join(model.stream(messages, **GREEDY))
     assert model.chat("why?", **GREEDY) == model.chat([{"role": "user", "content": "why?"}], **GREEDY)
     for wrong in ([], ["why?"], 3):
-        with pytest.raises(RequestError, match=r"give a text, or a list of \{'role'"):
+        with pytest.raises(RequestError, match=r"pass a string, or a list of \{'role'"):
             model.chat(wrong, **GREEDY)  # type: ignore[arg-type]
 
 
@@ -179,7 +180,7 @@ def test_a_resumed_run_continues_with_the_next_sample(tmp_path: Path) -> None:
     assert summary.steps == 4
     assert losses(rest) == losses(whole)
     with pytest.raises(
-        DataError, match=r"the data differs from .*tokens, with which the run was started; give the same"
+        DataError, match=r"the data differs from .*tokens, with which the run was started; pass the same"
     ):
         colonnade.Trainer(rest, data=[[1, 2, 3]] * 40)
     again = rest.replace(data=rest.data.replace(path=rest.folder / "tokens"), train=rest.train.replace(steps=5))
@@ -204,24 +205,24 @@ def test_tokenizer_is_saved_in_the_checkpoint(tmp_path: Path) -> None:
     colonnade.Trainer(run, data=documents, tokenizer=tokenizer).fit()
     with colonnade.load(run.folder) as loaded:
         assert isinstance(loaded.generate("a", max_tokens=3), str)
-    with pytest.raises(ConfigError, match="validation and tokenizer go with data"):
+    with pytest.raises(ConfigError, match="validation and tokenizer require data"):
         colonnade.Trainer(run, tokenizer=tokenizer)
 
 
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        ([[1, 2], [3, 23]], "item 1 of the data has token 23, and the vocabulary is 23; give ids from 0 to 22"),
+        ([[1, 2], [3, 23]], "item 1 of the data has token 23, and the vocabulary is 23; use ids from 0 to 22"),
         ([[1, -2]], "item 0 of the data has token -2"),
-        ([[1, 2], [0.5]], r"item 1 of the data is \[0.5\]; give a list of token ids, or a mapping with input_ids"),
+        ([[1, 2], [0.5]], r"item 1 of the data is \[0.5\]; pass a list of token ids, or a mapping with input_ids"),
         ([[[1, 2]], [[3]]], r"item 0 of the data is \[\[1, 2\]\]"),
         ([3, 4], "item 0 of the data is 3"),
         ([{"text": "x"}], r"item 0 of the data is \{'text': 'x'\}"),
-        (["once"], "item 0 of the data is text, 'once'; .* or build a corpus of texts"),
-        ("once", "the data is 'once'; give documents"),
-        ({"a": [1]}, r"the data is \{'a': \[1\]\}; give documents"),
-        (7, "the data is a int; give an iterable of token lists, or a PyTorch dataset"),
-        (iter(()), "the data has no tokens; if it is an iterator that was read before, create a new one"),
+        (["once"], "item 0 of the data is text, 'once'; .* or build a corpus from text"),
+        ("once", "the data is 'once'; pass documents"),
+        ({"a": [1]}, r"the data is \{'a': \[1\]\}; pass documents"),
+        (7, "the data is a int; pass an iterable of token lists, or a PyTorch dataset"),
+        (iter(()), "the data has no tokens; if it is an exhausted iterator, create a new one"),
         ([[True, False]], "item 0 of the data is"),
     ],
 )
@@ -229,3 +230,13 @@ def test_invalid_data_is_refused(tmp_path: Path, data: Any, message: str) -> Non
     with pytest.raises(DataError, match=message):
         write_tokens(data, tmp_path / "tokens", vocab_size=23)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_paths_that_the_system_refuses_are_errors_of_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """As folders without permission are, which root may read."""
+    name = str(tmp_path / ("x" * 300))
+    with pytest.raises(CheckpointError, match="cannot be read: File name too long"):
+        colonnade.load(name)
+    with pytest.raises(SystemExit):
+        main(["generate", name, "a"])
+    assert "File name too long" in capsys.readouterr().err

@@ -397,12 +397,14 @@ def test_expert_compression_benchmark(tmp_path: Path) -> None:
 def test_moe_to_dense_benchmark(tmp_path: Path) -> None:
     moe_to_dense.main(["--tiny", "--seeds", "0", "--out", str(tmp_path)])
     rows = {row["what"]: row for row in json.loads((tmp_path / "moe_to_dense.json").read_text())["rows"]}
-    assert list(rows) == ["mixture", "dense", "student", "Switch's way", "side by side, CE"]
+    assert list(rows) == ["mixture", "dense", *moe_to_dense.STUDENTS]
     gain = rows["dense"]["nats"] - rows["mixture"]["nats"]
     # Nats are rounded to four digits, and the gain of four steps is as small.
     kept = (rows["dense"]["nats"] - rows["student"]["nats"]) / gain if gain else math.inf
     assert rows["student"]["kept_percent"] * kept > 0
-    assert rows["student"]["start_nats"] == rows["side by side, CE"]["start_nats"]
+    beside = {row["start_nats"] for what, row in rows.items() if what == "student" or what.startswith("side")}
+    others = {row["start_nats"] for what, row in rows.items() if what.startswith(("random", "Switch"))}
+    assert len(beside) == len(others) == 1
 
 
 def test_ternary_rows_benchmark(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ def test_gpu_step_is_divided_by_device_events() -> None:
     assert result.row["communication_exposed_s"] == pytest.approx(50e-6)
     table = str(result)
     assert "2 steps traced, 1.000 ms each" in table
-    assert "exposed communication" in table and "0.075 ms of communication are hidden" in table
+    assert "exposed communication" in table and "0.075 ms of communication are overlapped" in table
 
 
 def test_cpu_step_is_divided_by_operators() -> None:

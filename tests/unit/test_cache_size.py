@@ -76,7 +76,7 @@ def test_without_room_for_a_page_the_table_has_one_whole_context():
     with pytest.raises(CapacityError) as caught:
         check_memory(replace(LLAMA, serve=LLAMA.serve.replace(memory_bytes=12 * GIB)))
     table = str(caught.value)
-    assert "does not fit into a rank's memory on cuda" in table
+    assert "does not fit into the memory of a rank on cuda" in table
     assert f"  {(4096 + 64) * 524288 / GIB:.4g} GiB" in table
     assert "--serve.weights int8" in table and "enough" in table
 

@@ -47,7 +47,7 @@ def test_the_student_says_in_8_bits_what_it_was_taught(tmp_path: Path, monkeypat
     args = argparse.Namespace(out=tmp_path / "student", bpe=None, layers=1, width=64, steps=80)
     module = example()
     monkeypatch.setattr(module, "HELD_OUT", 2)
-    shares = module.teach(args, questions, taught, tmp_path / "runs")
+    shares = module.teach(args, module.bpe_files(None), questions, taught, tmp_path / "runs")
     assert shares["taught"] == 1.0
     config = json.loads((args.out / "config.json").read_text())
     assert config["model_type"] == "gpt2" and "conversational" in config["task_specific_params"]
@@ -68,3 +68,20 @@ def test_the_example_runs_with_smollm2(tmp_path: Path) -> None:
     shares = example().main([str(tmp_path / "student")])
     assert shares["taught"] >= 0.7
     assert shares["held out"] <= 0.3, "it knows nothing else"
+
+
+def test_arguments_are_checked_before_the_teacher_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module, out = example(), tmp_path / "out"
+    monkeypatch.setattr(module.colonnade, "load", lambda *_, **__: pytest.fail("the teacher was loaded"))
+    for words, message in (
+        ([str(tmp_path)], f"{tmp_path} exists"),
+        ([str(out), "--questions", "8"], "8 are held out; use at least 9"),
+        ([str(out), "--width", "100"], "--width 100 is not a multiple of 64"),
+        ([str(out), "--steps", "0"], "--steps 0"),
+        ([str(out), "--bpe", str(tmp_path)], "has no vocab.json and no merges.txt"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            module.main(words)
+        assert message in str(ended.value) + capsys.readouterr().err

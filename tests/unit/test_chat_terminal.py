@@ -31,7 +31,7 @@ def test_note_about_limited_expert_capacity() -> None:
     assert note.startswith("note: experts with a capacity (factor 1.25)")
     assert note.endswith("--experts.capacity off drops none")
     expert_choice = MoeConfig(experts=4, ffn_width=8, capacity=1, router=RouterConfig(kind="expert_choice"))
-    assert "chose among all tokens of a text" in batching_note(tiny.config(moe=expert_choice))
+    assert "chose among all tokens of a sequence" in batching_note(tiny.config(moe=expert_choice))
 
 
 def test_old_turns_leave_whole() -> None:
@@ -69,7 +69,7 @@ def test_a_conversation_outlives_the_context_and_the_cache(tmp_path: Path, conte
         command, input=8 * "the quick fox\n", text=True, capture_output=True, timeout=240, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert "the context or the KV cache is full: the oldest turns are left out" in done.stderr
+    assert "the context or the KV cache is full: the oldest turns are dropped" in done.stderr
     assert "RequestError" not in done.stderr and "this server holds" not in done.stderr
     assert len(done.stdout.splitlines()) >= 8
 

@@ -110,21 +110,27 @@ HOSTILE: list[tuple[Any, str]] = [
     ({"text": "x"}, "'text'"),
     ({"prompt": "x", "chosen": "y", "rejected": "z"}, "use --method dpo"),
     ({"messages": []}, "'messages' is an empty list; write a list of messages"),
-    ({"messages": "hi"}, "'messages' is a text; write a list of messages"),
-    ({"messages": ["hi"]}, "message 1 of 'messages' is a text; write an object"),
+    ({"messages": "hi"}, "'messages' is a string; write a list of messages"),
+    ({"messages": ["hi"]}, "message 1 of 'messages' is a string; write an object"),
     ({"messages": [{"content": "x"}]}, f"message 1 of 'messages' has no 'role', but 'content'; write {LISTED}"),
     ({"messages": [TALK[1], said("bot", "x")]}, f"message 2 of 'messages' has the role 'bot'; write {LISTED}"),
     ({"messages": [said("user", "x"), {"role": "assistant"}]}, "message 2 .* 'assistant' and has no 'content'; write"),
     ({"prompt": [{"role": "user"}], "completion": TALK}, "message 1 of 'prompt' is of role 'user' and has no"),
-    ({"messages": [{"role": "user", "content": None}]}, "has 'content' null; write a text"),
-    ({"messages": [{"role": "user", "content": 3}]}, r"'content' is a number \(3\); write a text"),
+    ({"messages": [{"role": "user", "content": None}]}, "has 'content' null; write text"),
+    ({"messages": [{"role": "user", "content": 3}]}, r"'content' is a number \(3\); write text"),
     ({"messages": [said("assistant", "x", train="no")]}, "message 1 .*'train': 'no'; write true or false"),
-    ({"messages": TALK[:2]}, "no token that counts"),
-    ({"messages": [said("assistant", "x", train=False)]}, "no token that counts"),
-    ({"prompt": "x", "completion": TALK}, "'prompt' is a text and 'completion' a list of messages; write both in the"),
-    ({"prompt": TALK, "completion": "x"}, "'completion' is a text and 'prompt' a list of messages; write both in the"),
-    ({"prompt": 3, "completion": "a"}, r"'prompt' is a number \(3\); write a text or a list of messages"),
-    ({"prompt": "a", "completion": None}, "'completion' is null; write a text or a list of messages"),
+    ({"messages": TALK[:2]}, "no token to train on"),
+    ({"messages": [said("assistant", "x", train=False)]}, "no token to train on"),
+    (
+        {"prompt": "x", "completion": TALK},
+        "'prompt' is a string and 'completion' a list of messages; write both in the",
+    ),
+    (
+        {"prompt": TALK, "completion": "x"},
+        "'completion' is a string and 'prompt' a list of messages; write both in the",
+    ),
+    ({"prompt": 3, "completion": "a"}, r"'prompt' is a number \(3\); write a string or a list of messages"),
+    ({"prompt": "a", "completion": None}, "'completion' is null; write a string or a list of messages"),
     ({"prompt": True, "completion": "a"}, "'prompt' is true; write"),
     ({"prompt": {"role": "user"}, "completion": "a"}, "'prompt' is an object; write"),
     ({"messages": [said("user", "\ud800"), said("assistant", "x")]}, "surrogate"),
@@ -139,13 +145,13 @@ def test_bad_rows_are_named(row: Any, message: str, template: str) -> None:
 
 
 def test_prompts_of_a_wrong_form_are_named() -> None:
-    with pytest.raises(DataError, match=r"row 7: 'prompt' is a number \(2.5\); write a text or a list of messages"):
+    with pytest.raises(DataError, match=r"row 7: 'prompt' is a number \(2.5\); write a string or a list of messages"):
         encode_prompt(2.5, tokenizer(), "row 7")
-    with pytest.raises(DataError, match="row 7: 'rejected' is a text; write a list of messages"):
+    with pytest.raises(DataError, match="row 7: 'rejected' is a string; write a list of messages"):
         preference({"chosen": TALK, "rejected": "no"}, tokenizer(), "row 7")
     with pytest.raises(DataError, match="row 7 lacks 'chosen' or 'rejected'"):
         preference({"prompt": "a", "completion": "b"}, tokenizer(), "row 7")
-    with pytest.raises(DataError, match="row 7 has the same tokens as 'chosen' and 'rejected'"):
+    with pytest.raises(DataError, match="row 7 has identical tokens in 'chosen' and 'rejected'"):
         preference({"prompt": "a", "chosen": "b", "rejected": "b"}, tokenizer(), "row 7")
 
 
@@ -166,8 +172,11 @@ def test_messages_reach_the_template_as_the_server_sends_them() -> None:
     as_object = {**call, "function": {"name": "find", "arguments": {"at": 3}}}
     assert conversation({"messages": [sent[0], {**sent[1], "tool_calls": [as_object]}]}, of) == row
     for calls, message in (
-        ([{**call, "function": {"name": "find", "arguments": "{"}}], "calls 'find' with arguments that are no JSON"),
-        ([{**call, "function": {"name": "find", "arguments": "[1]"}}], "calls 'find' with arguments that are no JSON"),
+        ([{**call, "function": {"name": "find", "arguments": "{"}}], "calls 'find' with arguments that are not a JSON"),
+        (
+            [{**call, "function": {"name": "find", "arguments": "[1]"}}],
+            "calls 'find' with arguments that are not a JSON",
+        ),
         ([{"function": {}}], "has a tool call, number 1, without 'function' and its 'name'"),
         ({"a": 1}, "has 'tool_calls' that are an object; write a list"),
     ):
@@ -175,7 +184,7 @@ def test_messages_reach_the_template_as_the_server_sends_them() -> None:
             conversation({"messages": [sent[0], {**sent[1], "tool_calls": calls}]}, of)
     with pytest.raises(DataError, match="has parts that are not text"):
         conversation({"messages": [said("user", [{"type": "image_url"}]), TALK[2]]}, of)  # type: ignore[arg-type]
-    with pytest.raises(DataError, match="which belong to the assistant"):
+    with pytest.raises(DataError, match="which only the assistant may have"):
         conversation({"messages": [{**sent[0], "tool_calls": [call]}, TALK[2]]}, of)
 
 
@@ -185,7 +194,7 @@ def test_the_roles_are_those_of_the_server() -> None:
 
 def test_without_a_chat_template_rows_are_texts() -> None:
     of = tokenizer(None)
-    remedy = "row 7: this model has no chat template.*write rows with texts: 'prompt' and 'completion'"
+    remedy = "row 7: this model has no chat template.*write rows with strings: 'prompt' and 'completion'"
     for refused in (
         lambda: conversation({"messages": TALK}, of, "row 7"),
         lambda: conversation({"prompt": TALK[:2], "completion": TALK[2:3]}, of, "row 7"),
@@ -200,7 +209,7 @@ def test_without_a_chat_template_rows_are_texts() -> None:
 def test_templates_that_change_earlier_messages_are_refused() -> None:
     one_turn = {"messages": TALK[1:3]}
     assert counted(conversation(one_turn, tokenizer(STRIPS)), tokenizer()) == f"hello{END}"
-    with pytest.raises(DataError, match=r"row, message 3: .*one answer a row"):
+    with pytest.raises(DataError, match=r"row, message 3: .*one reply per row"):
         conversation({"messages": TALK}, tokenizer(STRIPS))
     hides = "{% for m in messages %}{{ m.content }}{% if 0 %}{% generation %}{% endgeneration %}{% endif %}{% endfor %}"
     with pytest.raises(DataError, match="2 assistant messages, and the chat template marks 0"):
@@ -210,11 +219,11 @@ def test_templates_that_change_earlier_messages_are_refused() -> None:
 def test_bad_files(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     good = json.dumps({"prompt": "a", "completion": "b"})
-    array = "is one JSON array; write one object a line, without the brackets and the commas between objects$"
+    array = "is a JSON array; write one object per line, without the brackets and the commas between objects$"
     for text, message in (
-        (good + "\n\n{", r"line 3 is not JSON: Expecting property name [^:]* at column 2; correct it: each line is"),
-        (good + '\n{"prompt": "a"\n' + good, "line 2 is not JSON: Expecting ',' delimiter at column 15; correct it"),
-        (good + '\n{"prompt": "a', "line 2 is not JSON: Unterminated string starting at column 12; correct it"),
+        (good + "\n\n{", r"line 3 is not JSON: Expecting property name [^:]* at column 2; fix it: each line must be"),
+        (good + '\n{"prompt": "a"\n' + good, "line 2 is not JSON: Expecting ',' delimiter at column 15; fix it"),
+        (good + '\n{"prompt": "a', "line 2 is not JSON: Unterminated string starting at column 12; fix it"),
         (good + "\n" + "[" * 100_000, "line 2 is not JSON: maximum recursion"),
         (f"{good}\n[1]", "line 2 is not a JSON object, but a list; write one"),
         ("3", r"line 1 is not a JSON object, but a number \(3\); write one"),
@@ -237,7 +246,7 @@ def test_bad_files(tmp_path: Path) -> None:
 def test_long_conversations_are_refused_or_cut() -> None:
     row = Conversation([1, 2, 3, 4], [False, True, False, True])
     assert fit_conversation(row, 4, 9, "row", truncate=False) == row
-    with pytest.raises(DataError, match="has 4 tokens, and a sequence 3"):
+    with pytest.raises(DataError, match="has 4 tokens, more than a sequence of 3"):
         fit_conversation(row, 3, 9, "row", truncate=False)
     assert fit_conversation(row, 3, 9, "row", truncate=True) == Conversation([1, 2, 3], [False, True, False])
     with pytest.raises(DataError, match="among the first 1"):

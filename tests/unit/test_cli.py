@@ -148,7 +148,7 @@ def test_unknown_key_in_toml_names_file_and_line(capsys: pytest.CaptureFixture[s
 
 def test_missing_toml_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     output = error_of(capsys, "train", "--config", "nope.toml")
-    assert output == "ConfigError: nope.toml cannot be read: No such file or directory; give a file of settings in TOML"
+    assert output == "ConfigError: nope.toml cannot be read: No such file or directory; use a TOML file of settings"
 
 
 def test_table_of_a_plan_and_plurals() -> None:
@@ -165,7 +165,7 @@ def test_unknown_preset_suggests_the_nearest(capsys: pytest.CaptureFixture[str])
 
 def test_kv_heads_must_divide_over_tp(capsys: pytest.CaptureFixture[str]) -> None:
     output = error_of(capsys, "train", "--plan.tp", "3")
-    assert "PlanError: 4 key/value heads do not divide over tp=3; use tp of 1, 2 or 4" in output
+    assert "PlanError: 4 key/value heads cannot be divided over tp=3; use tp of 1, 2 or 4" in output
 
 
 @pytest.mark.parametrize(
@@ -181,7 +181,7 @@ def test_a_plan_is_checked_before_any_process_starts(
     monkeypatch.setattr("colonnade.serve.engine_process._spawn", opened_here)
     for path in (model, hf):
         output = error_of(capsys, verb[0], path, *verb[1:], "--plan.tp", "4")
-        assert output == "PlanError: 2 key/value heads do not divide over tp=4; use tp of 1 or 2"
+        assert output == "PlanError: 2 key/value heads cannot be divided over tp=4; use tp of 1 or 2"
 
 
 @pytest.mark.parametrize("axis", ["tp", "cp"])
@@ -206,11 +206,11 @@ def test_verbs_accept_only_flags_that_they_use(
 @pytest.mark.parametrize(
     ("method", "flags", "message"),
     [
-        ("sft", "--tune.beta 0.2", "tune.beta (a setting of dpo); leave it out, or choose another --method"),
-        ("sft", "--tune.beta=0.1", "tune.beta (a setting of dpo); leave it out, or choose another --method"),
-        ("dpo", "--tune.temperature 2", "tune.temperature (a setting of grpo and embed); leave it out, or choose"),
-        ("grpo", "--tune.truncate", "tune.truncate (a setting of sft, dpo and embed); leave it out, or choose"),
-        ("embed", "--tune.kl 1 --tune.loss ipo", "tune.loss (a setting of dpo), tune.kl (a setting of grpo); leave"),
+        ("sft", "--tune.beta 0.2", "tune.beta (a setting of dpo); remove it, or choose another --method"),
+        ("sft", "--tune.beta=0.1", "tune.beta (a setting of dpo); remove it, or choose another --method"),
+        ("dpo", "--tune.temperature 2", "tune.temperature (a setting of grpo and embed); remove it, or choose"),
+        ("grpo", "--tune.truncate", "tune.truncate (a setting of sft, dpo and embed); remove it, or choose"),
+        ("embed", "--tune.kl 1 --tune.loss ipo", "tune.loss (a setting of dpo), tune.kl (a setting of grpo); remove"),
     ],
 )  # fmt: skip
 def test_finetune_refuses_flags_of_other_methods(
@@ -237,7 +237,7 @@ def test_the_help_of_finetune(capsys: pytest.CaptureFixture[str]) -> None:
     output = error_of(capsys, "finetune", "absent", "--data", "absent", "--train.steps", "0")
     assert output == "ConfigError: --train.steps is 0: input should be greater than 0"
     output = error_of(capsys, "finetune", "absent", "--data", "absent", "--train.steps", "3", "--tune.epochs", "2")
-    assert output == "ConfigError: --tune.epochs and --train.steps both set the length of the run; leave one out"
+    assert output == "ConfigError: --tune.epochs and --train.steps both set the length of the run; remove one of them"
 
 
 def test_the_help_names_the_methods_of_each_setting() -> None:
@@ -457,7 +457,7 @@ def test_a_cache_below_one_page_is_refused_before_weights_are_read(
         file.write_bytes(bytes(file.stat().st_size))
     for verb in (["generate", path, "hi"], ["serve", path, "--serve.port", "0"]):
         output = error_of(capsys, *verb, "--device", "cpu", "--serve.cache_bytes", "10")
-        assert "CapacityError: --serve.cache_bytes 10 holds no page of 16 tokens" in output
+        assert "CapacityError: --serve.cache_bytes 10 is less than one page of 16 tokens" in output
 
 
 def test_generate_and_eval_agree_across_formats(
@@ -487,10 +487,10 @@ def test_convert_upcycles_a_dense_model(capsys: pytest.CaptureFixture[str], hf: 
         assert (sparse.config.moe.experts, sparse.config.moe.active) == (4, 2)
         assert (dense.logits([1, 2, 3]) - sparse.logits([1, 2, 3])).abs().max() < 1e-4
     argv = ["convert", str(tmp_path / "four"), str(tmp_path / "eight"), "--upcycle", "8"]
-    assert "has 4 experts already" in error_of(capsys, *argv)
+    assert "already has 4 experts" in error_of(capsys, *argv)
     argv[1] = str(hf)
     assert "with one expert per token" in error_of(capsys, *argv, "--active", "1")
-    assert "cannot go to 9 of 8 experts; make 9 or more, or" in error_of(capsys, *argv, "--active", "9")
+    assert "cannot go to 9 of 8 experts; create 9 or more, or" in error_of(capsys, *argv, "--active", "9")
     assert "add --upcycle with their number" in error_of(capsys, *argv[:3], "--active", "2")
     assert not (tmp_path / "eight").exists()
 
@@ -522,7 +522,7 @@ def test_experts_flags_take_effect_or_are_refused(capsys: pytest.CaptureFixture[
     )
     message = error_of(capsys, "eval", four, "--text", text, "--experts.active", "5")
     assert "ConfigError: a token cannot go to 5 of 4 experts; set --experts.active 4 or less" in message
-    assert "this model has none; leave it out" in error_of(
+    assert "this model has none; remove it" in error_of(
         capsys, "generate", hf, "the", "--experts.layers_on_device", "1"
     )
     message = error_of(capsys, "serve", four, "--experts.layers_on_device", "3")
@@ -553,7 +553,7 @@ def test_convert_overwrites_only_a_model(
     argv = ["convert", str(model), str(out), "--format", format]
     main(argv)
     (out / "of-the-old-one").touch()
-    assert "exists already; choose another name, or replace it (--overwrite)" in error_of(capsys, *argv)
+    assert "already exists; choose another name, or replace it (--overwrite)" in error_of(capsys, *argv)
     main([*argv, "--overwrite"])
     assert not (out / "of-the-old-one").exists()
     assert colonnade.load(out).logits([1, 2]).shape == (2, 300)
@@ -647,7 +647,7 @@ def test_a_run_that_cannot_start_prints_no_plan(
         (line,) = capsys.readouterr().err.splitlines()
         assert message in line
     main(["train", "--data.path", str(tmp_path / "nowhere"), "--dry_run"])
-    assert "nowhere is not a corpus yet: the vocabulary is the model's own" in capsys.readouterr().err
+    assert "nowhere is not a corpus yet: using the model's own vocabulary" in capsys.readouterr().err
     output = error_of(capsys, "train", "--preset", "tour-moe", "--model.moe.router.kind", "swich", "--dry_run")
     assert "there is no router 'swich'" in output and "switch" in output
 
@@ -660,7 +660,7 @@ def test_resuming_reports_what_is_wrong(
     main(argv)
     assert "already" not in capsys.readouterr().out
     main([*argv[:-1], "1"])
-    assert "already at step 2 of 1; raise --train.steps to go on" in capsys.readouterr().out
+    assert "already at step 2 of 1; raise --train.steps to continue" in capsys.readouterr().out
     shutil.copytree(tmp_path / "it", tmp_path / "hurt")
     (weights,) = (tmp_path / "hurt" / "step-2").glob("weights-*")
     weights.write_bytes(weights.read_bytes()[:-9])
@@ -685,9 +685,9 @@ def test_experts_flags_turn_a_dense_preset_into_a_mixture(
     assert "experts: 0.0" in capsys.readouterr().out
     for flag in ("--model.moe.active=1", "--model.moe.ffn-width=3"):
         output = error_of(capsys, *argv, flag)
-        assert "is about experts, and this model has none; set their number with --model.moe.experts" in output
+        assert "applies to experts, and this model has none; set their number with --model.moe.experts" in output
     output = error_of(capsys, *argv, "--model.latent.kv_rank", "8")
-    assert "put the complete table [model.latent] into a file for --config" in output
+    assert "put the complete table [model.latent] in a file for --config" in output
     main([*argv, "--name", "dense", "--train.fused_adamw", "True"])
     assert "on cpu, float32, fused AdamW, " in capsys.readouterr().out, "the first lines describe the run"
     output = error_of(capsys, *argv, "--train.pretrained_checkpoint", tmp_path / "dense", "--model.moe.experts", "3")
@@ -730,7 +730,7 @@ def test_a_stopped_run_says_how_to_continue(corpus: Path, tmp_path: Path) -> Non
     _, output = run.communicate(timeout=120)
     assert run.returncode == 130
     (checkpoint,) = (tmp_path / "run").glob("step-*")
-    assert f"stopped by SIGINT; the same command continues from {checkpoint}" in output
+    assert f"stopped by SIGINT; the same command resumes from {checkpoint}" in output
     assert "Traceback" not in output
 
 
@@ -751,7 +751,7 @@ def test_a_missing_run_is_not_taken_for_a_hub_id(
     monkeypatch.chdir(tmp_path)
     Path("runs").mkdir()
     assert error_of(capsys, "generate", "runs/typo", "hi").startswith(
-        "CheckpointError: runs/typo does not exist; give a"
+        "CheckpointError: runs/typo does not exist; use a"
     )
     for name in ("speeches", "book"):
         shutil.copytree(model, f"runs/{name}/step-3")
@@ -796,7 +796,7 @@ for verb in (["generate", "smollm2", "hi"], ["chat", "smollm2"]):
     for message in (
         "temperature is -1",
         "top_p is 2",
-        "strings that are not empty",
+        "non-empty strings",
         "--plan.cp is 0",
         "cache_bytes is 0",
     ):
@@ -878,22 +878,22 @@ def test_python_api(hf: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda m: m.logits([]), "tokens is empty; give at least one token"),
-        (lambda m: m.logits([1, 10**6]), "token 1000000 is not in the vocabulary of 300; give ids from 0 to 299"),
+        (lambda m: m.logits([]), "tokens is empty; pass at least one token"),
+        (lambda m: m.logits([1, 10**6]), "token 1000000 is not in the vocabulary of 300; use ids from 0 to 299"),
         (lambda m: m.logits([-1]), "token -1 is not in the vocabulary"),
-        (lambda m: m.logits("text"), r"tokens is 'text'; give a list of token ids, such as model.tokenizer.encode"),
-        (lambda m: m.logits([1.5]), r"tokens is \[1.5\]; give a list of token ids"),
-        (lambda m: m.logits(torch.tensor([[1, 2]])), r"tokens is tensor\(\[\[1, 2\]\]\); give a list"),
-        (lambda m: m.hidden([1, 2], [0]), "1 segment for 2 tokens; give one for each"),
-        (lambda m: m.score(["a", "b"]), r"the text is \['a', 'b'\]; give a text, or a list of token ids"),
-        (lambda m: m.generate([["a"], "b"]), r"the prompt is \['a'\]; give one text"),
+        (lambda m: m.logits("text"), r"tokens is 'text'; pass a list of token ids, such as model.tokenizer.encode"),
+        (lambda m: m.logits([1.5]), r"tokens is \[1.5\]; pass a list of token ids"),
+        (lambda m: m.logits(torch.tensor([[1, 2]])), r"tokens is tensor\(\[\[1, 2\]\]\); pass a list"),
+        (lambda m: m.hidden([1, 2], [0]), "1 segment for 2 tokens; pass one per token"),
+        (lambda m: m.score(["a", "b"]), r"the text is \['a', 'b'\]; pass a string, or a list of token ids"),
+        (lambda m: m.generate([["a"], "b"]), r"the prompt is \['a'\]; pass a single string"),
         (lambda m: m.generate("a", temprature=0), "unknown parameter 'temprature'; did you mean 'temperature'?"),
         (
             lambda m: colonnade.Engine("smollm2"),
-            "an Engine serves a loaded model, not 'smollm2'; give it colonnade.load",
+            "an Engine serves a loaded model, not 'smollm2'; pass colonnade.load",
         ),
-        (lambda m: colonnade.Engine(m.transformer), "not a Transformer; give it colonnade.load"),
-        (lambda m: colonnade.Engine(m, {"pages": 3}), "an Engine's config is no dict; give it ServeConfig"),
+        (lambda m: colonnade.Engine(m.transformer), "not a Transformer; pass colonnade.load"),
+        (lambda m: colonnade.Engine(m, {"pages": 3}), "an Engine's config is not a dict; pass ServeConfig"),
     ],
 )
 def test_common_mistakes_get_one_line_with_a_remedy(hf: Path, call: Callable, message: str) -> None:

@@ -84,11 +84,11 @@ def test_remedy_for_a_corpus_of_another_tokenizer_works(
     file, other = tmp_path / "notes.txt", tmp_path / "other"
     file.write_text(" ".join(f"note{i * i} of other columns{i}" for i in range(900)))
     words = ["--runs", str(tmp_path / "runs"), "--train.steps", "1", "--data.sequence", "32", "--train.lr", "1e-5"]
-    for size, wrong in (("270", "another tokenizer"), ("300", "a vocabulary of 300 tokens, the model of 280")):
+    for size, wrong in (("270", "a different tokenizer"), ("300", "a vocabulary of 300 tokens, the model of 280")):
         main(["corpus", str(file), "--out", str(other), "--vocab_size", size, "--overwrite"])
         message = error_line(capsys, "train", "--train.pretrained_checkpoint", run, "--data.path", other, *words)
         assert wrong in message
-        assert f"make it again with colonnade corpus … --tokenizer {run}" in message
+        assert f"rebuild it with colonnade corpus … --tokenizer {run}" in message
     remedy = message.partition("--tokenizer ")[2].strip()
     main(["corpus", str(file), "--out", str(other), "--tokenizer", remedy, "--overwrite"])
     main(["train", "--train.pretrained_checkpoint", str(run), "--data.path", str(other), *words])
@@ -98,7 +98,7 @@ def test_remedy_for_a_corpus_of_another_tokenizer_works(
 def test_missing_tokenizer_is_reported(run: Path, tmp_path: Path) -> None:
     main(["convert", str(run), str(bare := tmp_path / "bare")])
     (bare / "tokenizer.json").unlink()
-    with pytest.raises(CheckpointError, match=r"bare has no tokenizer; give another model, or a tokenizer.json"):
+    with pytest.raises(CheckpointError, match=r"bare has no tokenizer; use another model, or a tokenizer.json"):
         colonnade.load_tokenizer(bare)
     with pytest.raises(CheckpointError, match=r"nowhere does not exist"):
         colonnade.load_tokenizer(tmp_path / "nowhere")
@@ -119,14 +119,14 @@ def test_folder_is_not_written_under_a_file_name(
     )
     with colonnade.load(run) as model:
         for format in ("hf", "colonnade"):
-            with pytest.raises(CheckpointError, match=f"leave {suffix} out"):
+            with pytest.raises(CheckpointError, match=f"remove the suffix {suffix}"):
                 colonnade.save(model, tmp_path / name, format=format)  # type: ignore[arg-type]
         assert colonnade.save(model, tmp_path / "v1.5") == tmp_path / "v1.5", "a number is not a format"
     assert not (tmp_path / name).exists()
 
 
 def test_output_names_of_another_format_are_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"tokens.parquet names one .parquet file, and a corpus is a folder; leave"):
+    with pytest.raises(DataError, match=r"tokens.parquet names a .parquet file, but a corpus is a folder; remove"):
         build(TEXTS, tmp_path / "tokens.parquet")
     message = error_line(capsys, "verify", "--world", "1", "--out", tmp_path / "results.csv")
     assert "results.csv is a .csv file, and the results are JSON; use a name that ends in .json" in message

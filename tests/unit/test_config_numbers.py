@@ -113,7 +113,7 @@ def test_the_largest_capacity_runs() -> None:
 
 
 def test_sizes_beyond_any_machine_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"1.38e\+16 parameters are more than any machine holds"):
+    with pytest.raises(ConfigError, match=r"1.38e\+16 parameters are more than any machine can hold"):
         preset("tour").replace(width=2**24, heads=2**10, kv_heads=2**10)
     with pytest.raises(PlanError, match=r"4,294,967,296 processes, more than 1,048,576; lower its axes"):
         Plan(tp=1 << 16, dp=1 << 16)

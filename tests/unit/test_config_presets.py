@@ -62,7 +62,7 @@ PUBLISHED = {
     "switch-base-8": 619_339_008,
     "switch-base-128": 7_415_217_408,
     "nllb-moe-54b": 54_500_569_088,
-    # With biases of keys, which Whisper has not (read as zeros): three a layer of both stacks.
+    # With biases of keys, which Whisper lacks (read as zeros): three per layer of both stacks.
     "whisper-tiny": 37_760_640 + 3 * 4 * 384,
     "whisper-tiny.en": 37_760_256 + 3 * 4 * 384,
     "whisper-base": 72_593_920 + 3 * 6 * 512,

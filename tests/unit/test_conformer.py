@@ -225,7 +225,7 @@ def test_it_is_saved_loaded_and_trained(tmp_path):
 def test_refusals():
     for change, problem in (
         ({"right": 1}, "right is 1"), ({"memory": 2}, "memory 2"), ({"lookaheads": (1,)}, r"lookaheads \[1\]"),
-        ({"picture": 24}, "has no pictures"), ({"width": 9}, "9 is odd"),
+        ({"picture": 24}, "does not support pictures"), ({"width": 9}, "9 is odd"),
         ({"pieces": ("a", "a")}, "pieces has 'a' twice"),
     ):  # fmt: skip
         with pytest.raises(ConfigError, match=problem):

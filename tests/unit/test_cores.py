@@ -138,7 +138,7 @@ MACHINES = {
         lambda t: (t.add_cpus(smt(24)), t.set_quota("800000 100000", version=1)),
         r(48), 3, 1, [[r(24)]] * 3, 2,
         "3 replicas of 1 rank with 2 threads use 6 of 8 cores and leave 25% idle, since each rank stays within a NUMA "
-        "node and all have equally many threads; --serve.replicas 2 or 4 would use all",
+        "node and all have the same number of threads; --serve.replicas 2 or 4 would use all",
     ),
     "cgroup v1 without a quota": (
         lambda t: (t.add_cpus(single(range(8))), t.set_quota("-1 100000", version=1)), r(8), 1, 1, [[r(8)]], 8, ""
@@ -207,7 +207,7 @@ def test_auto_is_a_replica_for_each_node_that_it_needs():
 @pytest.mark.parametrize(
     ("machine", "message"),
     [
-        (machine_of(1, 8), r"9 replicas need a core each, and this process may use 8 cores; .* at most 8"),
+        (machine_of(1, 8), r"9 replicas need one core each, and this process may use 8 cores; .* at most 8"),
         (machine_of(1, 8, quota=2.5), r"9 replicas .* 8 cores within a CPU quota of 2.5; .* at most 2"),
         (machine_of(1, 1, quota=0.5), r"9 replicas .* 1 core within a CPU quota of 0.5; .* at most 1"),
     ],
@@ -217,6 +217,24 @@ def test_more_replicas_than_cores_are_refused(machine: Machine, message: str):
         place(machine, 9)
     with pytest.raises(ConfigError):
         idle_warning(machine, 9)
+
+
+def test_programs_have_any_names(tree: Tree):
+    """The kernel cuts them after 15 bytes, within a letter."""
+    tree.add_cpus(single(range(4)))
+    tree.run_on(2)
+    stat = tree.proc / "self/stat"
+    stat.write_bytes(stat.read_bytes().replace(b"a (b) c", "обслуживание".encode()[:15]))
+    assert read_machine(tree.sys, tree.proc, r(4)).here == 2
+
+
+@pytest.mark.parametrize("name", [b"pl\xe4ne", "a\u2028b".encode(), b"a\x0cb"])
+def test_folders_that_are_mounted_have_any_names(name: bytes, tree: Tree):
+    tree.add_cpus(single(range(4)))
+    tree.set_quota("100000 0", "200000 100000")
+    mounts = tree.proc / "self/mountinfo"
+    mounts.write_bytes(b"25 1 8:1 / /media/" + name + b" rw - vfat /dev/sdb1 rw\n" + mounts.read_bytes())
+    assert read_machine(tree.sys, tree.proc, r(4)).quota == 2
 
 
 def test_every_division_is_disjoint_and_even():

@@ -314,6 +314,8 @@ def test_bad_inputs_are_refused_before_the_library(native: str, monkeypatch: pyt
         ("int4 weights", lambda: kernels.fused_linear(x, q4._replace(values=q4.values[:, :-1]))),
         ("int4 weights", lambda: kernels.fused_linear(x, q4._replace(scales=q4.scales.half()))),
         ("a projection of 48", lambda: kernels.rope_and_kv_write(qkv, rows(3, 4, 2, 10), rows(3, 4, 2, 10), slots)),
+        ("a cache of 2 × 0", lambda: kernels.rope_and_kv_write(qkv, pool[..., :0], pool[..., :0], slots)),
+        ("a cache of 0 × 8", lambda: kernels.rope_and_kv_write(qkv, pool[:, :, :0], pool[:, :, :0], slots)),
         ("slots", lambda: kernels.rope_and_kv_write(qkv, pool, pool, slots[:1])),
         ("slots", lambda: kernels.rope_and_kv_write(qkv, pool, pool, slots.int())),
         ("rotary factors", lambda: kernels.rope_and_kv_write(qkv, pool, pool, slots, turn=rotary.Rotation(x, x))),
@@ -324,7 +326,9 @@ def test_bad_inputs_are_refused_before_the_library(native: str, monkeypatch: pyt
     case = random_batch(0, torch.float32)
     q, k, v, table, _ = case.values()
     for message, run in (
-        ("queries for this cache", lambda: kernels.paged(q[..., :-1], k, v, table)),
+        ("queries for a cache", lambda: kernels.paged(q[..., :-1], k, v, table)),
+        ("queries for a cache", lambda: kernels.paged(q[..., :0], k[..., :0], v[..., :0], table)),
+        ("queries for a cache", lambda: kernels.paged(q[:, :0], k[:, :, :0], v[:, :, :0], table)),
         ("pages of", lambda: kernels.paged(q, k[:, :-1].contiguous(), v[:, :-1].contiguous(), table)),
     ):
         with pytest.raises(ConfigError, match=message):

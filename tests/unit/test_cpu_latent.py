@@ -101,7 +101,7 @@ def test_a_row_does_not_depend_on_other_rows_or_threads(native: str, dtype: torc
             assert all(map(torch.equal, step(case), (together, pool)))
         table, t = case["table"], 0
         new, lengths = table.host_lengths
-        for r, count in enumerate(new):  # each row alone, as the only token of its request, beside the others' keys
+        for r, count in enumerate(new):  # each row alone, as the only token of its request, alongside the others' keys
             for i in range(count):
                 length = lengths[r] - count + 1 + i
                 alone = PageTable(
@@ -146,6 +146,11 @@ def test_bad_inputs_are_refused_before_the_library(native: str, monkeypatch: pyt
     for message, changes in bad:
         with pytest.raises(ConfigError, match=message):
             queries(**changes)
+    with pytest.raises(ConfigError, match="heads of 0"):
+        latent.queries(*(case[name] for name in ("q", "kv", "up", "pool", "slots", "turn", "norm")),
+                       plain=0, value_width=0, factor=1.0)  # fmt: skip
+    with pytest.raises(ConfigError, match="empty"):  # the library would divide by 0
+        latent.values(rows(2, 16, 128), case["up"][:0], plain=0, value_width=0)
     with pytest.raises(ConfigError, match="an up-projection"):
         latent.values(rows(2, 16, 128), case["up"][:-1], plain=plain, value_width=32)
     pool, table = case["pool"], case["table"]

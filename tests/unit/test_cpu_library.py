@@ -136,7 +136,7 @@ def test_a_cache_that_others_can_write_is_not_trusted(
     shutil.rmtree(again.parent)
 
 
-@pytest.mark.parametrize("reason", ["no compiler", "does not compile", "no AVX2"])
+@pytest.mark.parametrize("reason", ["no compiler", "does not compile", "no AVX2", "no folder"])
 def test_without_the_library_torch_runs_after_one_warning(
     reason: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -144,6 +144,13 @@ def test_without_the_library_torch_runs_after_one_warning(
         monkeypatch.setattr(library, "COMPILERS", ("no-such-compiler",))
     elif reason == "does not compile":
         library.SOURCE.write_text("int main( {")
+    elif reason == "no folder":
+
+        def full(**_: object) -> str:
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(library, "CACHE_FOLDER", library.SOURCE / "cache")
+        monkeypatch.setattr(library.tempfile, "mkdtemp", full)
     else:
         monkeypatch.setattr(library, "CPU_FLAGS", {"avx2": frozenset(("avx9",))})
         monkeypatch.setattr(library.platform, "machine", lambda: "x86_64")
@@ -151,7 +158,8 @@ def test_without_the_library_torch_runs_after_one_warning(
         for _ in range(2):
             assert not kernels.available(torch.float32)
     assert len(caplog.messages) == 1 and library.COST in caplog.text
-    assert {"no compiler": "install", "does not compile": "error", "no AVX2": "no AVX2"}[reason] in caplog.text
+    causes = {"no compiler": "install", "does not compile": "error", "no AVX2": "no AVX2", "no folder": "no folder"}
+    assert causes[reason] in caplog.text
     x, w = torch.randn(2, 5), torch.randn(3, 5)
     assert (kernels.linear(x, w) - x @ w.T).abs().max() < 1e-6
 

@@ -101,7 +101,7 @@ def test_damaged_files_are_refused(model: Transformer, tmp_path: Path) -> None:
     few = {key: x for key, x in arrays.items() if "layer_1/ffn/linear_0/weight" not in key}
     refused(contents(few), "lacks the tensor 'decoder/layer_1/ffn/linear_0/weight'")
     wrong = arrays | {"decoder/embeddings/weight": np.zeros((61, 23))}
-    refused(contents(wrong), "width 23 does not divide by 4 heads|of shape")
+    refused(contents(wrong), "width 23 is not divisible by 4 heads|of shape")
     refused(contents(arrays | {"a/weight_scale": np.zeros(3)}), "is quantised")
     with pytest.raises(CheckpointError, match="No such file"):
         CT2File(tmp_path / "none")

@@ -152,7 +152,7 @@ def test_to_moves_every_tensor_of_a_batch(split):
 
 
 def test_error_messages_contain_the_numbers(split):
-    with pytest.raises(ConfigError, match="8 samples does not divide over 3 data ranks; make it a multiple, such as 9"):
+    with pytest.raises(ConfigError, match="8 samples is not divisible by 3 data ranks; use a multiple, such as 9"):
         loader(split, 8, 8, 0, 3)
     too_long = split.tokens
     with pytest.raises(DataError, match=f"the train split has {split.tokens} tokens, .* needs {too_long + 1};") as it:

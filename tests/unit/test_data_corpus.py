@@ -257,7 +257,7 @@ def test_a_kill_leaves_no_corpus_and_the_next_build_works(tmp_path):
 
 def test_a_corpus_is_not_overwritten_unless_asked(corpus):
     before = content(corpus.path)
-    with pytest.raises(DataError, match="has a corpus already"):
+    with pytest.raises(DataError, match="already has a corpus"):
         build(SPEECHES[:5], corpus.path, vocab_size=260)
     assert content(corpus.path) == before
     manifest = build(SPEECHES[:5], corpus.path, vocab_size=260, validation_share=0, overwrite=True)
@@ -298,7 +298,7 @@ def test_an_empty_corpus_is_refused(tmp_path, sources):
 
 
 def test_copies_of_one_text_are_refused(tmp_path):
-    with pytest.raises(DataError, match=r"all 3 documents are the same text.*--validation_share 0"):
+    with pytest.raises(DataError, match=r"all 3 documents are identical.*--validation_share 0"):
         build(SPEECHES[:1] * 3, tmp_path / "c", vocab_size=260)
     assert build(SPEECHES[:1] * 3, tmp_path / "c", vocab_size=260, validation_share=0).train.documents == 3
 
@@ -311,7 +311,7 @@ def test_copies_of_one_text_are_refused(tmp_path):
         ({"shard_tokens": 0}, "shard_tokens 0"),
         ({"separator": ""}, "empty separator"),
         ({"vocab_size": 256}, "256 is too small"),
-        ({"vocab_size": 300, "tokenizer": "x"}, "leave out one of them"),
+        ({"vocab_size": 300, "tokenizer": "x"}, "remove one of them"),
     ],
 )
 def test_settings_out_of_range_are_refused(tmp_path, settings, message):
@@ -379,9 +379,9 @@ def test_verify_detects_changed_bytes(corpus, name):
 
 def test_a_replaced_tokenizer_is_detected(corpus):
     tokens.byte_level(280).save(corpus.path / "tokenizer")
-    with pytest.raises(DataError, match="not the tokenizer of these tokens"):
+    with pytest.raises(DataError, match="not the tokenizer that produced these tokens"):
         _ = corpus.tokenizer
-    with pytest.raises(DataError, match="not the tokenizer of these tokens"):
+    with pytest.raises(DataError, match="not the tokenizer that produced these tokens"):
         Corpus(corpus.path, verify=True)
     (corpus.path / "tokenizer" / "tokenizer.json").unlink()
     with pytest.raises(DataError, match=r"tokenizer\.json is missing"):

@@ -79,7 +79,7 @@ def test_a_vocabulary_too_small_and_a_tokenizer_without_masks_are_refused(tmp_pa
         Tokenizer.train_wordpiece([""], 100)
     with pytest.raises(DataError, match=r"no \[CLS\], \[MASK\], \[SEP\], which masking needs; .*--wordpiece"):
         MaskingVocabulary.of(tokens.byte_level())
-    with pytest.raises(ConfigError, match="leave out one of them"):
+    with pytest.raises(ConfigError, match="remove one of them"):
         build([("", "a")], tmp_path / "c", tokenizer=tokens.byte_level(), wordpiece=True)
 
 

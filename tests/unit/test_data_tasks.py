@@ -147,8 +147,8 @@ def test_invalid_task_settings_are_refused(tmp_path: Path) -> None:
         ([file], "field:", "neither source nor field:NAME"),
         ([plain], "field:lang", "is plain text, which has no field 'lang'; use --tasks source"),
         ([("a", text(1))], "field:lang", "is plain text, which has no field 'lang'"),
-        ([odd], "field:kind", "field 'kind' is null, and a task is a name or a number"),
-        ([file, tmp_path], "source", "which are two tasks; name it once"),
+        ([odd], "field:kind", "field 'kind' is null, but a task is a name or a number"),
+        ([file, tmp_path], "source", "which are two tasks; pass it once"),
     ):
         with pytest.raises((ConfigError, DataError), match=message):
             build(sources, tmp_path / "corpus", vocab_size=280, tasks=tasks)

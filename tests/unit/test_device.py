@@ -40,7 +40,7 @@ def test_an_uploaded_array_is_copied() -> None:
 
 
 def test_ragged_lists_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"rows of \[1, 2\] numbers; give each as many"):
+    with pytest.raises(ValueError, match=r"rows of \[1, 2\] numbers; all rows must have the same length"):
         upload([[1], [2, 3]], torch.int32, "cpu")
 
 

@@ -114,7 +114,7 @@ def test_a_useless_expert_leaves_by_its_output() -> None:
     make_useless(model, 1, 1)
     kept_LE = keep_by_output(model, TEXTS, 5)
     assert kept_LE.sum(1).tolist() == [5, 5]
-    with pytest.raises(DataError, match="no texts"):
+    with pytest.raises(DataError, match="no text"):
         keep_by_output(model, [], 5)
     many = built(GATED.replace(moe=GATED.moe.replace(experts=20)))
     with pytest.raises(ConfigError, match=r"10 of 20 experts are 184,756 subsets.*--score reap"):
@@ -144,7 +144,7 @@ def test_all_experts_with_constant_gates_become_the_same_dense_model() -> None:
 
 def test_refusals() -> None:
     model = built(GATED)
-    with pytest.raises(DataError, match="no texts"):
+    with pytest.raises(DataError, match="no text"):
         score_experts(model, [])
     with pytest.raises(ConfigError, match="no experts to score"):
         score_experts(built(CONFIGS["llama"]), TEXTS)
@@ -185,7 +185,7 @@ def test_the_verb(words, tmp_path, capsys) -> None:
             assert loaded.config.moe.experts == 3
     for bad, message in (
         (["--keep", "1"], "1 of 6 experts cannot be kept"),
-        (["--keep", "3", "--dense"], "leave one out"),
+        (["--keep", "3", "--dense"], "use only one"),
     ):
         with pytest.raises(SystemExit):
             main(["compress", str(tmp_path / "m"), str(tmp_path / "x"), "--text", str(tmp_path / "corpus"), *bad])

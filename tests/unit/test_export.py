@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from colonnade import api
@@ -119,9 +120,22 @@ def test_what_cannot_be_exported(change, sizes, says) -> None:
         check_export(config, *sizes)
 
 
+@pytest.mark.parametrize("error", [OSError(28, "No space left"), SafetensorError("I/O error"), KeyboardInterrupt()])
+def test_nothing_is_left_of_an_export_that_fails(error, monkeypatch, tmp_path) -> None:
+    def write(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr("colonnade.compress.export._compile", lambda *_: {"x": torch.zeros(1)})
+    monkeypatch.setattr("colonnade.compress.export.atomic_folder.write_tensors", write)
+    expected = KeyboardInterrupt if isinstance(error, KeyboardInterrupt) else CheckpointError
+    with pytest.raises(expected, match="cannot be written: .*free space" if expected is CheckpointError else None):
+        export(models.build(EIGHT_BITS), None, tmp_path / "p", context=32, prefill=16)
+    assert not list(tmp_path.iterdir())
+
+
 def test_no_compiler(monkeypatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(ConfigError, match=r"no g\+\+ here"):
+    with pytest.raises(ConfigError, match=r"g\+\+ was not found"):
         check_export(ModelConfig(vocab_size=67, layers=1, width=24, heads=4, ffn_width=26, context=64), 64, 16)
 
 
@@ -164,6 +178,8 @@ def package_without_code(model: Transformer, tokenizer: Tokenizer | None) -> Pac
         {"repetition_penalty": 3.0, "frequency_penalty": 0.5, "min_tokens": 3},
         {"logit_bias": {5: 50.0}, "presence_penalty": 1.0},
         {"bad_words": ["a", "word"], "temperature": 2.0},
+        {"temperature": 0.0},
+        {"temperature": 0.0, "repetition_penalty": 1.5},
     ],
 )
 def test_a_package_samples_as_the_engine(settings) -> None:
@@ -201,9 +217,13 @@ def test_checksums_in_the_background(tmp_path) -> None:
 
 def test_a_package_starts_without_an_engine() -> None:
     """What takes long to import is imported while checksums are computed, or not at all."""
-    code = "import sys, colonnade.package_chat; print({'torch', 'colonnade.serve.engine'} & {*sys.modules})"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300)
-    assert done.stdout.strip() == "set()"
+    for module, later in (
+        ("colonnade.package_chat", "{'torch', 'colonnade.serve.engine'}"),
+        ("colonnade.serve.package", "{'colonnade.serve.engine', 'colonnade.serve.sampler', 'colonnade.model'}"),
+    ):
+        code = f"import sys, {module}; print({later} & {{*sys.modules}})"
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300)
+        assert done.stdout.strip() == "set()"
 
 
 def test_a_model_is_not_overwritten(tmp_path, capsys) -> None:
@@ -284,7 +304,7 @@ def test_every_linear_layer_is_in_8_bits(how) -> None:
     pytest.importorskip("torchao")
     graph, cache = graph_in_8_bits(how, 8)
     targets = [str(node.target) for node in graph.graph.nodes]
-    # Four matrices a layer and gate, and the output projection.
+    # Four matrices per layer and gate, and the output projection.
     assert targets.count("quantized_decomposed.dequantize_per_channel.default") == 5 * EIGHT_BITS.layers + 1
     assert targets.count("aten.linear.default") == 5 * EIGHT_BITS.layers + 1
     ids = calibration()[0][:8]
@@ -334,7 +354,7 @@ def test_the_verb_quantises_a_mixture(monkeypatch, tmp_path) -> None:
 
 
 def test_what_pt2e_refuses(monkeypatch, tmp_path) -> None:
-    with pytest.raises(ConfigError, match="not bfloat16; leave --dtype out"):
+    with pytest.raises(ConfigError, match="not bfloat16; remove --dtype"):
         check_pt2e("bfloat16")
     monkeypatch.setitem(sys.modules, "torchao", None)
     with pytest.raises(ConfigError, match=r"pip install 'colonnade\[pt2e\]'"):
@@ -397,7 +417,7 @@ def test_turns_reuse_the_cache(exported) -> None:
     torch.testing.assert_close(package.logits(first), Package(exported[1], trust=True).logits(first), rtol=0, atol=1e-5)
     with pytest.raises(RequestError, match="maximum context length is 96"):
         package.stream([1] * 96, SamplingParams())
-    with pytest.raises(RequestError, match="does not know echo"):
+    with pytest.raises(RequestError, match="does not support echo"):
         package.stream([1], SamplingParams(echo=True))
 
 
@@ -411,10 +431,10 @@ def test_errors_of_packages(exported, tmp_path, capsys) -> None:
         return " ".join(capsys.readouterr().err.split())
 
     assert "run it with --trust" in says("generate", package, "a")
-    assert "is not one; leave it out" in says("generate", model, "a", "--trust")
+    assert "and there is no" in says("generate", model, "a", "--trust")
     assert "runs as it was exported" in says("generate", package, "a", "--trust", "--int8")
     assert "never loaded as a model" in says("eval", package)
-    assert "exists already" in says("export", model, package)
+    assert "already exists" in says("export", model, package)
 
     damaged = tmp_path / "damaged"
 

@@ -232,7 +232,7 @@ def test_crops_that_are_refused(monkeypatch):
 
     async def hearing(session: RealtimeSession, events: list[dict]) -> None:
         await session.receive(update("mouth"))
-        assert "takes no pictures" in events[-1]["error"]["message"]
+        assert "does not accept pictures" in events[-1]["error"]["message"]
         await session.receive(update(None))
         assert events[-1]["type"] == "session.updated"
 

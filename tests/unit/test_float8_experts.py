@@ -140,7 +140,7 @@ def test_unsupported_widths_plans_and_gpus_are_refused(monkeypatch: pytest.Monke
     run = RunConfig(model=MODEL, data=DataConfig(sequence=32), train=float8_train)
     with pytest.raises(ConfigError, match=r"moe.ffn_width 24"):
         run.replace(model=MODEL.replace(moe=MOE.replace(ffn_width=24)))
-    with pytest.raises(PlanError, match=r"etp=4 leaves a rank 8 of moe.ffn_width 32; use a lower etp"):
+    with pytest.raises(PlanError, match=r"etp=4 leaves each rank 8 of moe.ffn_width 32; use a lower etp"):
         run.replace(plan=Plan(dp=4, etp=4))
     with pytest.raises(ConfigError, match=r"moe.shared_width 24"):
         run.replace(model=MODEL.replace(moe=MOE.replace(shared_width=24)))

@@ -107,7 +107,7 @@ def tensor(name: bytes = b"x", shape: tuple[int, ...] = (32,), kind: int = 0, di
         (header(tensors=1) + tensor(kind=77) + bytes(99), "quantisation type 77"),
         (header(tensors=1) + tensor(dims=5) + bytes(99), "has 5 dimensions"),
         (header(tensors=2) + tensor() * 2 + bytes(999), "'x' appears twice"),
-        (header(tensors=1) + tensor() + bytes(999), "architecture None; known ones are llama"),
+        (header(tensors=1) + tensor() + bytes(999), "architecture None; supported ones are llama"),
     ],
 )
 def test_malicious_headers_are_refused(contents: bytes, message: str, tmp_path: Path) -> None:
@@ -126,8 +126,17 @@ def test_malicious_headers_are_refused(contents: bytes, message: str, tmp_path: 
         ({"final_logit_softcapping": 30.0}, "this is not implemented"),
         ({"rope.scaling.attn_factor": 0.5}, "implemented only for 'rope.scaling.type' yarn, not linear"),
         ({"rope.scale_linear": 2.0, "rope.scaling.factor": 4.0}, r"'rope.scaling.factor' is 4\.0; remove one"),
-        ({"rope.scaling.type": "longrope"}, r"'longrope': known kinds are none, linear and yarn"),
-        ({"rope.scaling.type": "yarn", "rope.scaling.factor": 2.0}, "known kinds"),
+        ({"rope.scaling.type": "longrope"}, r"'longrope': supported kinds: none, linear, yarn"),
+        ({"rope.scaling.type": "yarn", "rope.scaling.factor": 2.0}, "supported kinds"),
+        (
+            {
+                "rope.scaling.type": "yarn",
+                "rope.scaling.factor": -2.0,
+                "rope.scaling.original_context_length": 16,
+                "rope.scaling.attn_factor": 0.5,
+            },
+            r"'llama\.rope\.scaling\.factor' to -2\.0: a number above 0",
+        ),
         ({"attention.head_count_kv": [2, 2]}, "a positive whole number"),
         ({"rope.dimension_count": 8}, "only rotation of the whole head"),
         ({"attention.value_length": 8}, "keys and values of different widths"),
@@ -141,9 +150,9 @@ def test_malicious_headers_are_refused(contents: bytes, message: str, tmp_path: 
         ),
         ({"embedding_length": 128, "attention.key_length": 16, "rope.dimension_count": 16}, "of shape"),
         ({"attention.head_count": 0}, "a positive whole number"),
-        ({"attention.head_count": 3}, "do not divide|whole head"),
+        ({"attention.head_count": 3}, "not divisible|whole head"),
         ({"split.count": 3}, "is one of 3 parts; join them first: llama-gguf-split --merge"),
-        ({"general.architecture": "gemma"}, "architecture 'gemma'; known ones are llama, qwen2, qwen3, gpt2"),
+        ({"general.architecture": "gemma"}, "architecture 'gemma'; supported ones are llama, qwen2, qwen3, gpt2"),
     ],
 )
 def test_unsupported_models_are_refused(keys: dict[str, Any], message: str, tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ def test_int8_in_groups_is_saved_and_read_again(tmp_path) -> None:
                 for name, weight in quantised_parameters(kept.transformer).items():
                     assert torch.equal(found[name].values, weight.values), name
                     assert torch.equal(found[name].scales, weight.scales), name
-    with pytest.raises(PlanError, match=r"int8 has one scale for 32 inputs, and tp=4 leaves a rank 16"):
+    with pytest.raises(PlanError, match=r"int8 has one scale for 32 inputs, and tp=4 leaves each rank 16"):
         check_quantised(kept.config, "int8", 32, tp=4, grouped=True)
 
 

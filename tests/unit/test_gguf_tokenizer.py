@@ -192,7 +192,7 @@ def test_llama3_encodes_a_known_word_without_merges() -> None:
     ("changes", "message"),
     [
         ({"model": "llama"}, "of type 'llama'.*use a Hugging Face folder"),
-        ({"pre": "tekken"}, "the pre-tokenizer 'tekken'; known ones are gpt-2, smollm"),
+        ({"pre": "tekken"}, "the pre-tokenizer 'tekken'; supported ones are gpt-2, smollm"),
         ({"tokens": []}, "0 tokens, but its embedding has 402 rows"),
         ({"tokens": [str(i) for i in range(403)]}, "403 tokens, but its embedding has 402 rows"),
         ({"tokens": ["a", "a"]}, "lists a token twice"),

@@ -167,5 +167,5 @@ def test_a_cpu_is_refused(tmp_path: Path) -> None:
         lambda: GraphedForwardBackward(lambda *_: torch.zeros(()), [], torch.device("cpu")),
         lambda: Trainer(RUN.replace(runs=tmp_path, plan=Plan(tp=2))),
     ):
-        with pytest.raises(ConfigError, match="needs a GPU, and this run is on the cpu"):
+        with pytest.raises(ConfigError, match="needs a GPU, but this run is on the cpu"):
             call()

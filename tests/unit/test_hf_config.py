@@ -188,7 +188,7 @@ def test_small_moe_model_can_be_saved_in_hf_format() -> None:
 
 @pytest.mark.parametrize("name", ["gpt2-switch-8", "gpt2-gshard-8"])
 def test_dense_families_refuse_to_write_experts(name: str) -> None:
-    with pytest.raises(CheckpointError, match="'gpt2' files cannot express a model with experts"):
+    with pytest.raises(CheckpointError, match="'gpt2' files cannot represent a model with experts"):
         config_to_hf(preset(name))
 
 
@@ -253,7 +253,11 @@ def test_qwen_yarn_settings_give_the_extended_context() -> None:
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
-        ("llama-2-7b", {"model_type": "gemma"}, r"of type 'gemma'; known types are gpt2, llama, mistral, qwen2, qwen3"),
+        (
+            "llama-2-7b",
+            {"model_type": "gemma"},
+            r"of type 'gemma'; supported types are gpt2, llama, mistral, qwen2, qwen3",
+        ),
         ("llama-2-7b", {"model_type": None}, "of type None"),
         ("llama-2-7b", {"model_type": ["llama"]}, "of type"),
         ("llama-2-7b", {"quantization_config": {"quant_method": "gptq"}}, "quantised weights"),
@@ -264,7 +268,7 @@ def test_qwen_yarn_settings_give_the_extended_context() -> None:
         ("llama-2-7b", {"rms_norm_eps": "small"}, "a number was expected"),
         ("llama-2-7b", {"rms_norm_eps": 0}, "ModelConfig.norm_eps is 0"),
         ("llama-2-7b", {"tie_word_embeddings": "yes"}, "true or false was expected"),
-        ("llama-2-7b", {"num_key_value_heads": 5}, "32 query heads do not divide by 5"),
+        ("llama-2-7b", {"num_key_value_heads": 5}, "32 query heads are not divisible by 5"),
         ("llama-2-7b", {"head_dim": 7}, "head_width 7 must be even"),
         ("llama-2-7b", {"hidden_act": "quick_gelu"}, "'quick_gelu': known activations are silu"),
         ("llama-2-7b", {"hidden_act": {"x": 1}}, "known activations are"),
@@ -273,12 +277,12 @@ def test_qwen_yarn_settings_give_the_extended_context() -> None:
         ("llama-2-7b", {"surprise": None}, "sets 'surprise' to None: Colonnade does not know this key"),
         ("llama-2-7b", {"_remove_final_norm": True}, "does not know this key"),
         ("llama-2-7b", {"is_causal": None}, "sets 'is_causal' to None: null has no meaning here"),
-        ("llama-2-7b", {"rms_norm_eps": None}, "null has no meaning here; give a value, or remove the key"),
+        ("llama-2-7b", {"rms_norm_eps": None}, "null has no meaning here; set a value, or remove the key"),
         ("llama-2-7b", {"sliding_window": 4096}, "not implemented for this family"),
         ("llama-2-7b", {"pruned_heads": {"1": [0]}}, "not implemented for this family"),
         ("llama-2-7b", {"quantization_config": {}}, "quantised weights"),
         ("llama-2-7b", {"auto_map": {"AutoModel": "modeling.Mine"}}, "its own code, which is not run"),
-        ("mistral-7b", {"is_causal": False}, "causal = False and window = 4096 do not belong together"),
+        ("mistral-7b", {"is_causal": False}, "causal = False and window = 4096 do not go together"),
         ("llama-2-7b", {"partial_rotary_factor": 0.5}, "only rotation of the whole head"),
         ("llama-2-7b", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "only rotation"),
         (
@@ -314,12 +318,12 @@ def test_qwen_yarn_settings_give_the_extended_context() -> None:
         ),
         ("llama-2-7b", {"rope_scaling": {"rope_type": "longrope"}}, "switches frequencies.*use a checkpoint"),
         ("llama-2-7b", {"rope_scaling": {"type": "su"}}, "switches frequencies"),
-        ("llama-2-7b", {"rope_scaling": {"rope_type": "mrope"}}, "known kinds are default, linear, llama3, yarn"),
+        ("llama-2-7b", {"rope_scaling": {"rope_type": "mrope"}}, "supported kinds: default, linear, llama3, yarn"),
         ("llama-2-7b", {"rope_scaling": {"type": "linear"}}, "needs 'factor'"),
         ("llama-2-7b", {"rope_scaling": {"type": "linear", "factor": -1.0}}, "RopeScaling.factor is -1.0"),
         ("llama-2-7b", {"rope_scaling": {"type": "linear", "factor": 2.0, "short_factor": [1]}}, "'short_factor'"),
         ("llama-2-7b", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "needs 'high_freq_factor'"),
-        ("llama-2-7b", {"rope_scaling": {"type": ["linear"]}}, "known kinds"),
+        ("llama-2-7b", {"rope_scaling": {"type": ["linear"]}}, "supported kinds"),
         ("llama-2-7b", {"rope_scaling": [1]}, "one set of RoPE settings"),
         ("llama-2-7b", {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "one set of RoPE settings"),
         ("llama-2-7b", {"rope_theta": 0}, "ModelConfig.rope_theta is 0"),
@@ -341,8 +345,8 @@ def test_qwen_yarn_settings_give_the_extended_context() -> None:
         ),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "divided by the layer's number"),
         ("gpt2", {"scale_attn_weights": False}, "factor 1/√H"),
-        ("gpt2", {"add_cross_attention": True}, "only decoders"),
-        ("gpt2", {"n_head": 7}, "width 768 does not divide by 7 heads"),
+        ("gpt2", {"add_cross_attention": True}, "only decoder"),
+        ("gpt2", {"n_head": 7}, "width 768 is not divisible by 7 heads"),
         ("mixtral-8x7b", {"num_experts_per_tok": 9}, "cannot go to 9 of 8 experts"),
         ("qwen1.5-moe-a2.7b", {"use_sliding_window": True}, "only full attention"),
         ("qwen3-30b-a3b", {"mlp_only_layers": 3}, "a list of layer numbers was expected"),
@@ -372,34 +376,38 @@ def test_unsupported_settings_are_refused(name: str, changes: dict[str, Any], me
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
-        ("llama-2-7b", {"window": 7}, r"'llama' files cannot express window = 7 \(it would be read back as None\)"),
-        ("llama-2-7b", {"qk_norm": True}, "cannot express qk_norm"),
-        ("llama-2-7b", {"qkv_bias": True}, "cannot express out_bias"),
-        ("llama-2-7b", {"norm": "layernorm"}, "cannot express norm"),
-        ("mistral-7b", {"window_from_layer": 3}, "cannot express window_from_layer"),
-        ("qwen2-0.5b", {"qkv_bias": False}, "cannot express qkv_bias"),
-        ("qwen2-0.5b", {"ffn_bias": True}, "cannot express ffn_bias"),
-        ("gpt2", {"kv_heads": 4}, "cannot express kv_heads"),
-        ("gpt2", {"gated": True}, "cannot express gated"),
+        ("llama-2-7b", {"window": 7}, r"'llama' files cannot represent window = 7 \(it would be read back as None\)"),
+        ("llama-2-7b", {"qk_norm": True}, "cannot represent qk_norm"),
+        ("llama-2-7b", {"qkv_bias": True}, "cannot represent out_bias"),
+        ("llama-2-7b", {"norm": "layernorm"}, "cannot represent norm"),
+        ("mistral-7b", {"window_from_layer": 3}, "cannot represent window_from_layer"),
+        ("qwen2-0.5b", {"qkv_bias": False}, "cannot represent qkv_bias"),
+        ("qwen2-0.5b", {"ffn_bias": True}, "cannot represent ffn_bias"),
+        ("gpt2", {"kv_heads": 4}, "cannot represent kv_heads"),
+        ("gpt2", {"gated": True}, "cannot represent gated"),
         (
             "llama-2-7b",
             {"family": "llama", "moe": preset("mixtral-8x7b").moe},
-            "cannot express a model with experts; write --format colonnade, or train",
+            "cannot represent a model with experts; write --format colonnade, or train",
         ),
         (
             "mixtral-8x7b",
             {"moe": None, "family": "mixtral"},
-            "cannot express a model with no experts; write --format colonnade, or train",
+            "cannot represent a model with no experts; write --format colonnade, or train",
         ),
-        ("mixtral-8x7b", {"moe": preset("qwen1.5-moe-a2.7b").moe}, r"cannot express moe\.shared_width = 5632"),
+        ("mixtral-8x7b", {"moe": preset("qwen1.5-moe-a2.7b").moe}, r"cannot represent moe\.shared_width = 5632"),
         (
             "mixtral-8x7b",
             {"moe": MoeConfig(experts=8, ffn_width=14336, layer_freq=2)},
-            "cannot express layers with experts",
+            "cannot represent layers with experts",
         ),
-        ("mixtral-8x7b", {"moe": MoeConfig(experts=8, ffn_width=9, capacity=1.0)}, r"cannot express moe\.capacity"),
-        ("olmoe-1b-7b", {"qk_norm_over": "head"}, "cannot express qk_norm_over"),
-        ("qwen3-30b-a3b", {"moe": MoeConfig(experts=8, ffn_width=9, bias_rate=0.1)}, r"cannot express moe\.bias_rate"),
+        ("mixtral-8x7b", {"moe": MoeConfig(experts=8, ffn_width=9, capacity=1.0)}, r"cannot represent moe\.capacity"),
+        ("olmoe-1b-7b", {"qk_norm_over": "head"}, "cannot represent qk_norm_over"),
+        (
+            "qwen3-30b-a3b",
+            {"moe": MoeConfig(experts=8, ffn_width=9, bias_rate=0.1)},
+            r"cannot represent moe\.bias_rate",
+        ),
         ("deepseek-v3", {"moe": MoeConfig(experts=8, ffn_width=9)}, "sets 'n_shared_experts' to 0"),
     ],
 )

@@ -201,7 +201,7 @@ def test_folder_is_written_atomically(tmp_path: Path) -> None:
         raw = json.loads((tmp_path / "x" / file).read_text())
         assert (raw["bos_token_id"], raw["eos_token_id"]) == (1, [2, 3])
     before = (tmp_path / "x" / "model.safetensors").read_bytes()
-    with pytest.raises(CheckpointError, match="exists already"):
+    with pytest.raises(CheckpointError, match="already exists"):
         write_hf(build(LLAMA, seed=1), tmp_path / "x")
     assert (tmp_path / "x" / "model.safetensors").read_bytes() == before
 

@@ -130,7 +130,7 @@ def test_errors_are_one_line(hub: tuple[str, list[str]], tmp_path: Path) -> None
     unreachable = fetch_output("http://127.0.0.1:9", "us/tiny", tmp_path)
     assert unknown.startswith("refused: cannot download 'us/nothing' from the Hub")
     assert unreachable.startswith("refused: ") and "cannot be reached" in unreachable and "\n" not in unreachable
-    assert misspelt == "refused: 'a/b/c' is neither a file or folder here nor a Hub id (owner/name)"
+    assert misspelt == "refused: 'a/b/c' is neither a local file or folder nor a Hub id (owner/name)"
 
 
 def test_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

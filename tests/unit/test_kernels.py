@@ -153,7 +153,7 @@ def test_invalid_page_table_is_refused_before_any_read(run, scattered: bool, req
     last, longest = len(requests_) - 1, table.pages_RP.shape[1] * page
     for bad, kind, words in (
         (table_with(-1), ConfigError, f"request {last} has page -1 of a cache of 40"),
-        (table_with(40), ConfigError, f"request {last} has page 40 of a cache of 40; give it pages below that"),
+        (table_with(40), ConfigError, f"request {last} has page 40 of a cache of 40; use page ids below that"),
         (table_with(39 if last else 38), ConfigError, f"request {last} has page 40 of a cache of 40"),
         (table_with(lengths_R=table.lengths_R + longest), CapacityError, f"its page table has room for {longest}"),
         (table_with(lengths_R=table.lengths_R - longest - 1), ConfigError, "below 0 among lengths"),

@@ -33,7 +33,7 @@ RANK = 20
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("scale", [1.0, 1e-12, 1e12])
 def test_rounding_error_is_bounded(kind: cache_write.LatentKind, scale: float) -> None:
-    """A large rotary key does not affect the precision of the latent beside it."""
+    """A large rotary key does not affect the precision of the latent next to it."""
     x = torch.randn(50, RANK + 6, generator=torch.Generator().manual_seed(0)) * scale
     x[:, RANK:] *= 1000
     x[7], x[8, 1:] = 0, 0
@@ -120,7 +120,7 @@ def test_a_token_takes_a_byte_per_value_and_two_scales(kind: cache_write.LatentK
 
 def test_8_bits_double_the_tokens_or_halve_the_memory() -> None:
     model = tiny.model(dtype=torch.float32, **LATENT | {"latent": LatentConfig(kv_rank=56, rope_width=4, v_width=3)})
-    limits = ServeConfig(cache_bytes=100_000, page_tokens=4, graph_capture=False)  # no scratch page beside them
+    limits = ServeConfig(cache_bytes=100_000, page_tokens=4, graph_capture=False)  # no scratch page in addition to them
     stored, quantised = (Engine(model, tiny.tokenizer(), limits.replace(cache=kind)) for kind in ("stored", "int8"))
     for engine in (stored, quantised):
         requested = EngineSpec(model.config, engine.config, torch.float32, CPU)

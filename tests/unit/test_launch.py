@@ -80,7 +80,7 @@ def test_world_of_one_runs_in_this_process() -> None:
         (
             "killed",
             PlanError,
-            r"^rank 1 was killed by SIGKILL \(out of memory is the usual reason\)",
+            r"^rank 1 was killed by SIGKILL \(usually because it ran out of memory\)",
         ),
         ("raises", PlanError, r"(?m)^rank 1 failed with ValueError: a bug$"),
         ("exits", PlanError, r"(?m)^rank 1 failed with SystemExit: 3$"),

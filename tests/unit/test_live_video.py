@@ -207,7 +207,7 @@ def test_films_that_cannot_be_seen(tmp_path, capsys):
         container.mux(video.encode(av.VideoFrame(4096, 4096, "yuv420p")))
         container.mux(video.encode(None))
     for name, problem in (
-        ("sound.wav", "lacks pictures"), ("noise.mp4", "no film that can be read"), ("none.mp4", "does not exist"),
+        ("sound.wav", "lacks pictures"), ("noise.mp4", "cannot be read as video"), ("none.mp4", "does not exist"),
         ("large.mkv", "4096 × 4096"),
     ):  # fmt: skip
         with pytest.raises(DataError, match=problem):
@@ -375,7 +375,7 @@ def test_a_recogniser_without_pictures_says_so():
             assert "video" not in (await until(socket, "session.created"))["session"]
             await socket.send_json({"type": "input_video_buffer.append", "image": "", "time_us": 0})
             error = json.loads((await socket.receive()).data)["error"]
-            assert "takes no pictures" in error["message"]
+            assert "does not accept pictures" in error["message"]
 
     go(test)
 

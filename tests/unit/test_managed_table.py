@@ -109,7 +109,7 @@ def test_prefetch_equals_none_with_uneven_and_empty_batches() -> None:
 
 @pytest.mark.parametrize("stop", [5, 6])
 def test_resumed_with_reads_in_flight_bit_for_bit(stop: int) -> None:
-    """The state is taken in the loop, while the next batch is read ahead; 6 is a step that assigns rows anew."""
+    """The state is taken in the loop, while the next batch is read ahead; 6 is a step that reassigns rows."""
     data, whole = batches(10), ManagedTable(4 * BUCKETS, 8, every=3)
     train(whole, data)
     table, saved = ManagedTable(4 * BUCKETS, 8, every=3), dict[str, Tensor]()
@@ -188,7 +188,7 @@ def test_prefetch_needs_one_step_a_batch() -> None:
     table = ManagedTable(4 * BUCKETS, 8)
     ahead = prefetched(table, batches(3), lambda ids: ids)
     next(ahead)
-    with pytest.raises(ConfigError, match="read ahead already"):
+    with pytest.raises(ConfigError, match="already being prefetched"):
         next(prefetched(table, batches(3), lambda ids: ids))
     with pytest.raises(ConfigError, match=r"table.step was called 0 times for batch 0"):
         next(ahead)
@@ -283,7 +283,7 @@ def test_refusals() -> None:
         ManagedTable(128, 4, policy="lfo")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="at least 1; got width=4 and every=0"):
         ManagedTable(128, 4, every=0)
-    with pytest.raises(ConfigError, match="lr=-1 is not a learning rate"):
+    with pytest.raises(ConfigError, match="lr=-1 is not a valid learning rate"):
         ManagedTable(128, 4).step(-1)
     with pytest.raises(DataError, match="got list"):
         ManagedTable(128, 4)([1, 2])  # type: ignore[arg-type]

@@ -226,7 +226,7 @@ def test_run_that_does_not_fit_is_refused_with_numbers() -> None:
         r"this run takes 26\d\.\d GiB of a host's memory, and 20 GiB is free; nothing was allocated", message
     )
     assert re.search(r"\n  moments +59\.83 GiB +299\.\d%\n", message)
-    assert "--train.no_check_memory tries it anyway" in message
+    assert "--train.no_check_memory runs it anyway" in message
     check(LLAMA.replace(train=LLAMA.train.replace(check_memory=False)), Machine("cpu", 20 * GIB))
     check(LLAMA, Machine("cpu", 300 * GIB))
 

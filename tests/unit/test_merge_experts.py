@@ -7,6 +7,7 @@ import torch
 
 from colonnade import api
 from colonnade.cli import main
+from colonnade.compress import Compression, compress
 from colonnade.config import ModelConfig, MoeConfig
 from colonnade.errors import CheckpointError, ConfigError, DataError
 from colonnade.model import Packed, Rows, Stream, Transformer
@@ -38,6 +39,15 @@ def test_match_is_nearly_the_best_of_all_matchings(seed) -> None:
     assert float(likeness[range(6), column].sum()) >= best - 6 * AUCTION_STEP * float(likeness.abs().max())
     assert match(torch.zeros(3, 3)).sort().values.tolist() == [0, 1, 2]
     assert match(torch.ones(1, 1)).tolist() == [0]
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_weights_that_are_not_finite_are_refused(value) -> None:
+    """No bid of NaN is the highest: the auction would never end."""
+    likeness_FF = torch.ones(4, 4)
+    likeness_FF[1, 2] = value
+    with pytest.raises(CheckpointError, match="not finite"):
+        match(likeness_FF)
 
 
 def test_groups_lead_by_use_and_join_by_likeness() -> None:
@@ -92,7 +102,7 @@ def test_what_cannot_be_merged(tmp_path) -> None:
     for merge in (0, 6):
         with pytest.raises(ConfigError, match=f"6 experts cannot be merged into {merge}; use 1 to 5"):
             merge_experts(model, TEXTS, merge)
-    with pytest.raises(DataError, match="no texts"):
+    with pytest.raises(DataError, match="no text"):
         merge_experts(model, [], 3)
     merged = merge_experts(model, TEXTS, 3)
     for again in (
@@ -104,9 +114,14 @@ def test_what_cannot_be_merged(tmp_path) -> None:
             again()
     merged = merge_experts(built(MOES["gated"].replace(family="mixtral")).requires_grad_(False), TEXTS, 3)
     whole = api.Model(merged, None, DistributedContext.solo(torch.device("cpu")), "m")
-    with pytest.raises(CheckpointError, match="cannot express that 6 experts are merged into 3"):
+    with pytest.raises(CheckpointError, match="cannot represent that 6 experts are merged into 3"):
         api.save(whole, tmp_path / "hf", format="hf")
-    with pytest.raises(ConfigError, match="not merged into 6"):
+    scores, quantised = score_experts(model, TEXTS), built(MOES["gated"], dtype=torch.float32).requires_grad_(False)
+    compress(quantised, Compression(weights="int8", by="nearest"))
+    for choose in (lambda: prune(quantised, scores.load_LE, 4), lambda: to_dense(quantised, scores)):
+        with pytest.raises(ConfigError, match="weights are in int8; load it with weights='dense'"):
+            choose()
+    with pytest.raises(ConfigError, match="cannot be merged into 6"):
         MoeConfig(experts=6, ffn_width=8, merged=6)
 
 
@@ -139,4 +154,4 @@ def test_merged_quantised_and_served_over_ranks(tmp_path, capfd) -> None:
         assert texts[0] == texts[1]
     with pytest.raises(SystemExit):
         main(["compress", str(tmp_path / "m"), str(tmp_path / "x"), "--merge", "4", "--keep", "4"])
-    assert "leave one out" in " ".join(capfd.readouterr().err.split())
+    assert "use only one" in " ".join(capfd.readouterr().err.split())

@@ -124,7 +124,7 @@ def test_sequence_loss_counts_top_scores_without_bias_or_groups(name, changes):
 def test_load_loss_without_noisy_router_is_refused():
     moe = moe_of("topology", balance="importance", noise=1.0)
     choice = RouterOutput(random_choice(2)[1], torch.ones(T, 2), torch.ones(T, E))
-    with pytest.raises(ConfigError, match=r"router 'topology' does not give it; set model\.moe\.router\.noise to 0"):
+    with pytest.raises(ConfigError, match=r"router 'topology' does not provide; set model\.moe\.router\.noise to 0"):
         balance_losses(choice, expert_load(choice.ids_TA, E), None, moe, SOLO)
 
 
@@ -206,7 +206,7 @@ def test_sequence_loss_requires_sequences():
     moe = moe_of("softmax", balance="sequence")
     _, ids_TA, _ = random_choice(2)
     choice = RouterOutput(ids_TA, ids_TA.double(), torch.ones(T, E, dtype=torch.float64))
-    with pytest.raises(ConfigError, match="loss of sequences, and the stream does not say"):
+    with pytest.raises(ConfigError, match="loss over sequences, but the stream does not say"):
         balance_losses(choice, expert_load(ids_TA, E), None, moe, SOLO)
 
 

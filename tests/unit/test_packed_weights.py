@@ -4,6 +4,7 @@ import errno
 import logging
 import multiprocessing
 import os
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -109,6 +110,25 @@ def test_another_checkpoint_format_or_config_is_another_file(tmp_path: Path, fol
     before = tokens(load(path, "mapped"))
     saved(tmp_path / "m", seed=2, **MODELS["experts"])
     assert tokens(load(path, "mapped")) != before and len(list(folder.iterdir())) == 5
+
+
+def test_other_code_is_another_file(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After an update, a name map or a layer may arrange the same checkpoint in another way."""
+    path = saved(tmp_path / "m", **MODELS["llama"])
+    load(path, "copied")
+    copy = tmp_path / "colonnade"
+    shutil.copytree(packed_weights.PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__", "static"))
+    monkeypatch.setattr(packed_weights, "PACKAGE", copy)
+    load(path, "copied")
+    assert len(list(folder.iterdir())) == 1
+    for number, source in enumerate(("checkpoint/hf/llama.py", "model/attention.py", "kernels/linear/quantise.py"), 2):
+        other = tmp_path / str(number)
+        shutil.copytree(copy, other)
+        with (other / source).open("a") as file:
+            file.write("# changed")
+        monkeypatch.setattr(packed_weights, "PACKAGE", other)
+        load(path, "copied")
+        assert len(list(folder.iterdir())) == number
 
 
 @pytest.mark.parametrize("damage", ["a bit", "truncated", "empty", "other bytes"])

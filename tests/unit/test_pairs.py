@@ -153,10 +153,10 @@ def test_a_corpus_for_span_corruption(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "options", "message"),
     [
-        ("a\tb\tc\n", {}, r"p.tsv:1: 3 columns, and a pair is a source, a tab and a target"),
+        ("a\tb\tc\n", {}, r"p.tsv:1: 3 columns, but a pair is a source, a tab and a target"),
         ("a\tb\nc\n", {}, r"p.tsv:2: 1 columns"),
         ("a\t \nc\td\n", {}, r"p.tsv:1: the target of a pair is empty"),
-        ("a\tb\n", {}, r"there is one pair"),
+        ("a\tb\n", {}, r"there is only one pair"),
         ("a\tb\nc\td\n", {"separator": "x"}, r"pairs have neither a separator nor tasks"),
         ("a\tb\nc\td\n", {"field": "one"}, r"--field one does not name two fields"),
         ("a\tb\nc\td\n", {"languages": "eng_Latn"}, r"--languages eng_Latn does not name two"),

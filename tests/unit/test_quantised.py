@@ -114,7 +114,7 @@ def test_non_finite_weights_are_refused(bad: float, kind: str, group: int) -> No
     layer = Linear(64, 3, bias=False, device=torch.device("cpu"), dtype=torch.float32)
     w = random_weights(3, 64)
     w[1, 40] = bad
-    with pytest.raises(CheckpointError, match=f"3 × 64 is not finite and cannot be put into {kind}"):
+    with pytest.raises(CheckpointError, match=f"3 × 64 is not finite and cannot be quantised to {kind}"):
         layer.quantise(w, kind, group, lambda x: x)
     assert layer.quantised is None
 
@@ -163,7 +163,7 @@ def test_unsupported_settings_are_refused() -> None:
     llama = preset("llama-2-7b")
     for weights, group, tp in (("int4", 128, 4), ("int4", 64, 8)):
         with pytest.raises(
-            PlanError, match=rf"one scale for {group} inputs, and tp={tp} leaves a rank \d+ of ffn_width"
+            PlanError, match=rf"one scale for {group} inputs, and tp={tp} leaves each rank \d+ of ffn_width"
         ):
             check_quantised(llama, weights, group, tp)
     check_quantised(llama, "int4", 64, 4)
@@ -176,14 +176,14 @@ def test_unsupported_settings_are_refused() -> None:
         moe.replace(heads=16, head_width=16), "int4", 64, 2
     )  # no layer has the 35 hidden units of a dense one
     check_quantised(moe, "int8", 64, 2, etp=4)
-    with pytest.raises(PlanError, match=r"etp=2 leaves a rank 32 of moe.ffn_width 64.*use --serve.weight_group 32"):
+    with pytest.raises(PlanError, match=r"etp=2 leaves each rank 32 of moe.ffn_width 64.*use --serve.weight_group 32"):
         check_quantised(moe, "int4", 64, 1, etp=2)
-    with pytest.raises(PlanError, match=r"etp=4 leaves a rank 16 of moe.ffn_width 64.*use another etp, or --serve"):
+    with pytest.raises(PlanError, match=r"etp=4 leaves each rank 16 of moe.ffn_width 64.*use another etp, or --serve"):
         check_quantised(moe, "int4", 32, 1, etp=4)
-    with pytest.raises(PlanError, match=r"tp=2 leaves a rank 32 of moe.shared_width 64"):
+    with pytest.raises(PlanError, match=r"tp=2 leaves each rank 32 of moe.shared_width 64"):
         check_quantised(moe.replace(heads=16, head_width=16, moe=moe.moe.replace(shared_width=64)), "int4", 64, 2)
     with pytest.raises(
-        ConfigError, match=r"serve.weights is int4, and this model's weights are stored.*load it with weights"
+        ConfigError, match=r"serve.weights is int4, but this model's weights are stored.*load it with weights"
     ):
         Engine(tiny.model(), tiny.tokenizer(), ServeConfig(weights="int4"))
     with pytest.raises(ConfigError):
@@ -239,7 +239,7 @@ def test_quantised_smollm2_generates_similar_text(weights: str, share: float, wo
         model = api.load("smollm2", dtype="float32", device="cpu", weights=unquantised_bytes, weight_group=32)
         output.append(model.generate("The capital of France is", temperature=0, max_tokens=6))
         perplexity.append(model.score(text).perplexity)
-        embedding_bytes = 49152 * (576 * 4 if unquantised_bytes == "stored" else 576 + 4)  # 8 bits, a scale a row
+        embedding_bytes = 49152 * (576 * 4 if unquantised_bytes == "stored" else 576 + 4)  # 8 bits, one scale per row
         size.append(weight_bytes(model.transformer) - embedding_bytes)
     assert output[0] == output[1] and "Paris" in output[0]
     assert perplexity[1] == pytest.approx(perplexity[0], rel=worse)

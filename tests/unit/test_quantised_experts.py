@@ -93,7 +93,7 @@ def test_matrices_equal_a_dense_layer_and_error_is_bounded(kind: str, group: int
 def test_non_finite_weights_are_refused(part: str) -> None:
     layer, stack = layer_of(2, 4, 6), torch.ones(2, 4, 6)
     stack[1, 2, 3] = math.nan
-    with pytest.raises(CheckpointError, match="is not finite and cannot be put into int8"):
+    with pytest.raises(CheckpointError, match="is not finite and cannot be quantised to int8"):
         layer.quantise(part, stack, "int8", 64, SOLO_AXES.experts.etp, CPU)
     assert not layer.quantised
 
@@ -145,7 +145,7 @@ def test_moe_model_is_quantised_while_loading(name: str, format: str, weights: s
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(("changes", "weights"), [({}, "int8"), (GPT2, "int4")], ids=["gated", "biased"])
 def test_engine_output_matches_the_reference_forward(changes: dict, weights: str, tmp_path: Path) -> None:
-    """Prompts in chunks beside single tokens; bitwise the same with experts offloaded to host memory."""
+    """Prompts in chunks together with single tokens; bitwise the same with experts offloaded to host memory."""
     moe = EXPERTS.replace(experts=8, ffn_width=33)
     whole = tiny.model(dtype=torch.float32, **changes, layers=3, moe=moe)
     api.save(api.Model(whole, tiny.tokenizer(), DistributedContext.solo(CPU), "tiny"), tmp_path / "m")

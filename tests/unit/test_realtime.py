@@ -300,7 +300,7 @@ def test_pages_of_other_origins_are_refused():
 
 HOSTILE = [
     ("{", "not JSON"), ("[]", "type"), ('{"type": 3}', "type"), ("[" * 100_000, "not JSON"),
-    ('{"type": "response.create"}', "unknown here"), ('{"type": "input_audio_buffer.append"}', "not a string"),
+    ('{"type": "response.create"}', "is unknown"), ('{"type": "input_audio_buffer.append"}', "not a string"),
     ('{"type": "input_audio_buffer.append", "audio": "??"}', "not base64"),
     ('{"type": "input_audio_buffer.append", "audio": "AAAA"}', "odd number"),
     ('{"type": "input_audio_buffer.commit"}', "0.000 s"),

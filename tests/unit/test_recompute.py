@@ -80,7 +80,7 @@ def test_both_stacks_recompute_bit_for_bit(name: str) -> None:
 
 def test_a_budget_over_two_stacks_is_refused() -> None:
     model, train = encdec.built(encdec.t5()), TrainConfig(recompute="budget", activation_bytes=1)
-    with pytest.raises(ConfigError, match=r"budget counts the blocks of one stack.* set train.recompute to attention"):
+    with pytest.raises(ConfigError, match=r"budget supports one stack of blocks.* set train.recompute to attention"):
         configure_recompute(model, train, pytest.fail, pytest.fail, SOLO)
 
 

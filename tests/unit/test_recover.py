@@ -9,9 +9,9 @@ from colonnade.compress.recover import _dense, _integers, _Layer, _ScaledLinear,
 from colonnade.config import MoeConfig
 from colonnade.errors import ConfigError, DataError
 from colonnade.kernels.linear.quantise import dequantise
-from colonnade.model import Transformer
+from colonnade.model import Transformer, fused_block
 from colonnade.model.tensor_parallel_linear import Linear
-from colonnade.model.weight_only_quant import quantised_parameters
+from colonnade.model.weight_only_quant import quantised_parameters, stored_quantised
 from colonnade.parallel.distributed_context import DistributedContext
 from tests.models import CONFIGS, build
 
@@ -54,6 +54,19 @@ def test_divergence_falls_and_values_stay(settings) -> None:
     assert changed >= 2
     assert not any(p.requires_grad for p in model.parameters())
     assert not any("forward" in vars(module) for module in model.modules())
+
+
+@pytest.mark.parametrize("settings", [{"weights": "int8"}, {"grid": "affine"}], ids=["int8", "int4"])
+def test_a_model_that_was_served_recovers_too(settings) -> None:
+    """An engine on a CPU stores weights in blocks of outputs."""
+    config = CONFIG.replace(width=64, heads=4, head_width=16, kv_heads=2, ffn_width=96)
+    (fresh, teacher), (served, _) = models(config, **settings), models(config, **settings)
+    if fused_block.enable(served) != "native":
+        pytest.skip("needs a C++ compiler")
+    assert any(weight.blocked for weight in stored_quantised(served).values())
+    before, after = recover(served, teacher, TEXTS, 10, lr=2e-4)
+    assert before == pytest.approx(recover(fresh, teacher, TEXTS, 0)[0], rel=0.05)
+    assert after < before
 
 
 def test_it_is_never_worse() -> None:

@@ -283,7 +283,7 @@ def test_a_killed_worker_is_reported_and_the_rest_resumed(cleaned, tmp_path, mon
 
     thread = threading.Thread(target=kill_one)
     thread.start()
-    with pytest.raises(DataError, match="a process of the cleaning was killed, perhaps for want of memory; give the"):
+    with pytest.raises(DataError, match="a cleaning process was killed, perhaps because memory ran out; rerun the"):
         run([folder / "in"], tmp_path / "out", SHORT, Executor(workers=2))
     thread.join()
     run([folder / "in"], tmp_path / "out", SHORT)
@@ -335,7 +335,7 @@ def test_evaluation_texts_are_cut_and_reported(tmp_path):
     assert total == len(test_set)
     assert found == len(test_set & set().union(*(grams(document["text"], 8) for document in kept))) >= 7
     assert report.overlap["lines.txt"] == (0, 3 + 2)
-    assert report.pieces == 3 and report.summary().endswith("; 3 pieces of cut documents stay")
+    assert report.pieces == 3 and report.summary().endswith("; 3 pieces of cut documents are kept")
     page = (tmp_path / "out" / "report.html").read_text("utf-8")
     assert "Test sets in the corpus" in page and "<td>pieces of cut documents</td><td>3</td>" in page
     assert "<td>decontaminate</td><td>evaluation texts in 1 place; kept 1 piece</td>" in page
@@ -415,11 +415,11 @@ def test_stripes_of_a_file_are_all_of_it(tmp_path):
 
 def test_mistakes(tmp_path):
     write_jsonl(tmp_path / "in", list(passages(3)), 1)
-    with pytest.raises(DataError, match=r"no document stays: 3 documents read; length removed 3; change the recipe"):
+    with pytest.raises(DataError, match=r"no document is kept: 3 documents read; length removed 3; change the recipe"):
         run([tmp_path / "in"], tmp_path / "empty", Recipe(min_tokens=10_000))
     with pytest.raises(ConfigError, match="workers 0 is not from 1"):
         Executor(workers=0)
-    with pytest.raises(DataError, match="left out by the recipe's drop_sources"):
+    with pytest.raises(DataError, match="excluded by the recipe's drop_sources"):
         run([tmp_path / "in"], tmp_path / "out", Recipe(drop_sources=("in",)))
     with pytest.raises(DataError, match="cannot read the titles"):
         run([tmp_path / "in"], tmp_path / "out", Recipe(drop_titles=str(tmp_path / "none")))
@@ -478,7 +478,7 @@ def test_command(cleaned, tmp_path, capsys, monkeypatch):
     for arguments, message in (
         (["--workers", "2"], "--decontaminate, --executor and --workers are for cleaning"),
         (["--clean", "megatorn"], "did you mean 'megatron'"),
-        (["--clean", "recipe.toml", "--out", "c"], "c has a corpus already"),
+        (["--clean", "recipe.toml", "--out", "c"], "c already has a corpus"),
     ):
         with pytest.raises(SystemExit):
             main(["corpus", str(folder / "in"), "--out", "d", *arguments])

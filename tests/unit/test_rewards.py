@@ -88,11 +88,11 @@ def test_bad_names(functions: str, tmp_path: Path) -> None:
     for name, message in (
         ("reward", "write FILE.py:FUNCTION"),
         (f"{file}:other", "functions.py has no function 'other'; name one of its functions: reward$"),
-        (f"{file}:number", "has 'number', which is no function; name one of its functions: reward$"),
+        (f"{file}:number", "has 'number', which is not a function; name one of its functions: reward$"),
         (f"{tmp_path}/none.py:f", "there is no file .*none.py; check its path$"),
         (f"{tmp_path}/empty.py:f", "empty.py has no function 'f'; define one in it$"),
-        (f"{tmp_path}/broken.py:f", "broken.py raises ZeroDivisionError when it is imported: .*; correct .*broken.py$"),
-        (f"{tmp_path}/needs.py:f", "needs.py raises ModuleNotFoundError .*'no_such_module'; correct .*needs.py$"),
+        (f"{tmp_path}/broken.py:f", "broken.py raises ZeroDivisionError when it is imported: .*; fix .*broken.py$"),
+        (f"{tmp_path}/needs.py:f", "needs.py raises ModuleNotFoundError .*'no_such_module'; fix .*needs.py$"),
         ("no_such_module:f", "there is no module no_such_module; write FILE.py:FUNCTION, or install it$"),
     ):
         with pytest.raises(ConfigError, match=message):
@@ -114,5 +114,5 @@ def test_verifiers_of_reasoning_gym() -> None:
         row = {"answer": entry["answer"], "metadata": entry["metadata"]}
         assert reward(entry["question"], f"so <answer>{entry['answer']}</answer>", row) == 1
         assert reward(entry["question"], "none", row) < 1
-    with pytest.raises(ConfigError, match="give one of its tasks"):
+    with pytest.raises(ConfigError, match="use one of its tasks"):
         load_reward("reasoning_gym:nothing")

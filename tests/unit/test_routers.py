@@ -185,7 +185,7 @@ def test_ties_go_to_the_lowest_index(name):
         x_TD, tokens_T, index_T, units = tokens()
         ids_TA = router(x_TD.to(dtype), tokens_T, index_T, None, token_groups=units)[0].ids_TA
         if name == "expert_choice":
-            assert torch.equal(ids_TA[:1], torch.arange(60)[None])  # one token an expert: the first
+            assert torch.equal(ids_TA[:1], torch.arange(60)[None])  # one token per expert: the first
             assert (ids_TA[1:] == 60).all()
         else:
             assert torch.equal(ids_TA, torch.arange(moe.active).expand(TOKENS, -1))
@@ -461,7 +461,7 @@ def test_custom_router_needs_one_function():
         ({"kind": "hash", "groups": 2}, {}, r"'hash' does not support model\.moe\.router\.groups"),
         ({"nodes": 7}, {}, "6 experts cannot be spread over 7 nodes"),
         ({}, {"active": 7}, "a token cannot go to 7 of 6 experts"),
-        ({"groups": 4}, {}, "6 experts do not divide into 4 groups"),
+        ({"groups": 4}, {}, "6 experts cannot be divided into 4 groups"),
         (
             {"noise": 1.0},
             {"balance": "importance", "bias_rate": 0.1},
@@ -487,7 +487,7 @@ def test_invalid_settings_are_refused_with_a_remedy(router, moe, message):
 
 def test_invalid_router_output_is_reported():
     moe = MoeConfig(experts=E, active=2, ffn_width=8, router=RouterConfig(kind="careless"))
-    with pytest.raises(ConfigError, match=r"'careless' gave ids of \(29,\).*must give int64 \(29, A\)"):
+    with pytest.raises(ConfigError, match=r"'careless' returned ids of \(29,\).*must return int64 \(29, A\)"):
         chosen("careless", moe, router_of(moe))
 
 
@@ -495,11 +495,11 @@ def test_invalid_router_output_is_reported():
 def test_sequence_router_requires_sequences(kind):
     moe = moe_of(kind)
     x_TD, tokens_T, index_T, units = tokens()
-    with pytest.raises(ConfigError, match=f"decides once for a {kind}, and the stream does not say"):
+    with pytest.raises(ConfigError, match=f"decides once for a {kind}, but the stream does not say"):
         router_of(moe)(x_TD, tokens_T, index_T, None)
     if kind == "task":
         few = moe_of("task", tasks=2)
-        with pytest.raises(ConfigError, match="has 5 tasks, and the router 2"):
+        with pytest.raises(ConfigError, match="has 5 tasks, but the router has 2"):
             router_of(few)(x_TD, tokens_T, index_T, None, token_groups=units)
 
 

@@ -186,3 +186,17 @@ def test_unwritable_folder_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match=r"cannot be locked: .*; make it writable, or use other --runs"):
         FileLock(tmp_path / "file").acquire()
+
+
+@pytest.mark.skipif(not Path("/proc/self/comm").is_file(), reason="the name is that of Linux")
+def test_a_program_may_have_any_name(tmp_path: Path) -> None:
+    """The kernel cuts names after 15 bytes, within a letter."""
+    name = Path("/proc/self/comm")
+    before = name.read_bytes().strip()
+    name.write_bytes("обслуживание".encode()[:15])
+    try:
+        lock = FileLock(tmp_path / "it")
+        lock.acquire()
+        lock.release()
+    finally:
+        name.write_bytes(before)

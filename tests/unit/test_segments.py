@@ -248,7 +248,7 @@ def test_refusals():
         pool.push(7, torch.zeros(2, D))
     with pytest.raises(DataError, match="5 frames"):
         pool.cache.step([(stream, 5, 0)])
-    with pytest.raises(DataError, match="one segment a step"):
+    with pytest.raises(DataError, match="one segment per step"):
         pool.cache.step([(stream, 4, 0), (stream, 4, 0)])
     pool.end(stream)
     with pytest.raises(DataError, match="has ended"):

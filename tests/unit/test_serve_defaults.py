@@ -66,11 +66,11 @@ def test_gpu_defaults_to_cuda_graphs_and_async_scheduling() -> None:
     ("site", "what"),
     [
         (gpu_traits(torch.float64), r"in float64 .* use another --dtype"),
-        (gpu_traits(cp=2, window=7), r"of attention with a window over cp=2 .* use tp in the place of cp"),
+        (gpu_traits(cp=2, window=7), r"of attention with a window over cp=2 .* use tp instead of cp"),
         (gpu_traits(head_width=258), r"of heads 258 wide \(at most 256\) .* use --device cpu"),
         (
             gpu_traits(moe=MOE, waiting=True),
-            r"of experts offloaded to host memory .* leave --experts.layers_on_device out",
+            r"of experts offloaded to host memory .* remove --experts.layers_on_device",
         ),
         (
             EngineTraits(tiny.config(moe=MOE), torch.float16, GPU, exchanges_tokens=True),
@@ -86,7 +86,7 @@ def test_unsupported_capture_is_off_and_refused_on_request(site: EngineTraits, w
     check_graph_capture(resolved, site)
     with pytest.raises(ConfigError, match=rf"steps {what}") as caught:
         check_graph_capture(ServeConfig(graph_capture=True), site)
-    assert "cannot be captured as CUDA graphs yet; leave --serve.graph_capture out, or " in str(caught.value)
+    assert "cannot be captured as CUDA graphs yet; remove --serve.graph_capture, or " in str(caught.value)
 
 
 @pytest.mark.skipif(

@@ -43,7 +43,7 @@ KEY = f'[[keys]]\nname = "a"\nsha256 = "{digest("x")}"\n'
         ("[[keys]\n", "is malformed: "),
         ("", r"has no keys; add a table \[\[keys\]\]"),
         ("keys = 3", r"is malformed: it may contain only tables \[\[keys\]\]"),
-        ("keys = [3]", "key 1 in the key file .* is no table"),
+        ("keys = [3]", "key 1 in the key file .* is not a table"),
         (f"{KEY}sha = 1", "key 1 .*has no key 'sha'; did you mean 'sha256'"),
         (f"{KEY}{KEY.replace(digest('x'), digest('y'))}", "key 2 .* has the name of an earlier one"),
         (KEY + KEY.replace('"a"', '"b"'), "key 2 .* has the sha256 of an earlier one"),

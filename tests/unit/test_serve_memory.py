@@ -177,7 +177,7 @@ def test_far_too_little_memory_is_reported_as_a_factor() -> None:
     model = tiny.model(dtype=torch.float32)
     with pytest.raises(CapacityError, match=r"total +[\d.]+ \w+ +[\d,]{3,}×\n") as caught:
         Engine(model, tiny.tokenizer(), ServeConfig(memory_bytes=1000))
-    assert "%" not in str(caught.value).split("what would help")[0].replace(" 0.0%", "")
+    assert "%" not in str(caught.value).split("options, and what")[0].replace(" 0.0%", "")
     assert re.search(r"together:\n  --.*\(a cache of 16 tokens, \S+ \w+ still too much\)$", str(caught.value)), (
         "every remedy together is still too little"
     )
@@ -215,11 +215,13 @@ def test_server_is_refused_before_weights_are_read(tmp_path: Path) -> None:
     load = where.open_loader()
     for file in (tmp_path / "m").glob("weights-*"):
         file.write_bytes(bytes(file.stat().st_size))  # the contents are never read
-    with pytest.raises(CapacityError, match=r"does not fit into a rank's memory on cpu(.|\n)*free +97.66 KiB"):
+    with pytest.raises(CapacityError, match=r"does not fit into the memory of a rank on cpu(.|\n)*free +97.66 KiB"):
         load(DistributedContext.solo(CPU))
     small = replace(where, serve=ServeConfig(cache_bytes=100))
     load = small.open_loader()
-    with pytest.raises(CapacityError, match=r"cache_bytes 100 holds no page of 16 tokens, .* 3072 bytes; give 24576"):
+    with pytest.raises(
+        CapacityError, match=r"cache_bytes 100 is less than one page of 16 tokens, .* 3072 bytes; use 24576"
+    ):
         load(DistributedContext.solo(CPU))
 
 
@@ -236,7 +238,7 @@ def test_ranks_of_one_host_share_free_memory(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("colonnade.parallel.device_memory.free_host_bytes", lambda: 2 * needed)
     check_memory(engine_spec(tiny.model(), serve))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    with pytest.raises(CapacityError, match="does not fit into a rank's memory on cpu"):
+    with pytest.raises(CapacityError, match="does not fit into the memory of a rank on cpu"):
         check_memory(engine_spec(tiny.model(), serve))
 
 

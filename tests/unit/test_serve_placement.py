@@ -35,7 +35,7 @@ def test_replicas_on_cores():
 def test_several_ranks_on_a_cpu_are_announced():
     machine = Machine(tuple(Cpu(i, i, node=i // 4) for i in range(8)))
     _, warning = place_engines(1, 1, Plan(tp=2), "cpu", machine)
-    assert warning.startswith("on a CPU 2 ranks call each kernel") and "leave --plan.tp out" in warning
+    assert warning.startswith("on a CPU 2 ranks launch each kernel") and "remove --plan.tp" in warning
     _, warning = place_engines(1, 2, Plan(tp=2), "cpu", machine)
     assert "on a CPU 2 ranks" in warning
     assert not place_engines(1, 2, Plan(), "cpu", machine)[1]
@@ -66,7 +66,7 @@ def test_gpu_devices(tmp_path: Path):
 
 def test_too_many_replicas_are_refused_before_loading():
     lines: list[str] = []
-    with pytest.raises(ConfigError, match=r"1000 replicas need a core each, .* set --serve.replicas to at most \d+"):
+    with pytest.raises(ConfigError, match=r"1000 replicas need one core each, .* set --serve.replicas to at most \d+"):
         serve({"tiny": tiny.load}, config=ServeConfig(replicas=1000, port=0), device="cpu", announce=lines.append)
     assert not lines
 

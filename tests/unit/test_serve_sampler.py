@@ -14,8 +14,8 @@ from colonnade.errors import RequestError
 from colonnade.kernels import sampling
 from colonnade.parallel.axis import SOLO, world_axis
 from colonnade.serve import sampler
-from colonnade.serve.sample_args import SampleArgs
-from colonnade.serve.sampler import NOT_FINITE, SamplingTensors, top_candidates
+from colonnade.serve.sample_args import NOT_FINITE, SampleArgs
+from colonnade.serve.sampler import SamplingTensors, top_candidates
 from colonnade.serve.sampling_params import SamplingParams
 from tests.sample_cases import sample_cases
 from tests.worlds import run
@@ -146,7 +146,7 @@ def by_sorting(x_V: torch.Tensor, k: int, p: float, min_p: float) -> set[int]:
 
 @pytest.mark.parametrize("spread", [0.01, 1.0, 4.0], ids=["flat", "usual", "peaked"])
 def test_large_vocabularies_are_filtered_by_the_same_rules(spread: float):
-    """Flat rows, whose nucleus is most of the vocabulary, beside peaked ones, and every combination of filters."""
+    """Flat rows, whose nucleus is most of the vocabulary, with peaked ones, and every combination of filters."""
     x_RV = torch.randn(8, 5000, generator=torch.Generator().manual_seed(1), dtype=torch.float64) * spread
     x_RV -= x_RV.amax(-1, keepdim=True)
     top_k, top_p = [0, 0, 3, 700, 6000, 0, 900, 1], [0.5, 1.0, 1.0, 0.8, 0.9, 0.999, 0.3, 0.5]

@@ -40,7 +40,7 @@ def test_batch_that_does_not_fit_is_refused_as_a_whole(engine: Engine):
     refused = submit_batch(engine, "b", "x", "y")
     assert refused is not None and refused["event"] == "refused" and refused["ids"] == ["b0", "b1"]
     assert (refused["error"]["status"], refused["error"]["code"]) == (429, "queue_full")
-    assert "2 prompts: 2 requests wait already, of 3" in refused["error"]["message"]
+    assert "2 prompts: 2 requests are already waiting, of 3" in refused["error"]["message"]
     assert waiting(engine) == ["a0", "a1"] and not engine.stats.finished
     assert submit_batch(engine, "c", "x") is None, "one request fits"
     alone = submit_batch(engine, "d", "x")

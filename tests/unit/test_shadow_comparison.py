@@ -108,7 +108,7 @@ def test_the_verb_sums_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert ["/v1/embeddings", "1", "0", "(0.0%)", "0", "0.999900", "0.500", "s", "0.250", "s"] in table
     with pytest.raises(SystemExit) as end:
         main(["shadow", str(log), "--max_differ", "0.1"])
-    assert end.value.code == 1 and "2 of 11 answers differ (18.2%)" in capsys.readouterr().err
+    assert end.value.code == 1 and "2 of 11 responses differ (18.2%)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -148,8 +148,8 @@ def test_own_addresses():
     ("config", "message"),
     [
         ({"shadow": "http://localhost:{port}"}, "is this server itself"),
-        ({"shadow": "http://localhost:1", "shadow_log": None}, "belong together"),
-        ({}, "belong together"),
+        ({"shadow": "http://localhost:1", "shadow_log": None}, "must be used together"),
+        ({}, "must be used together"),
         ({"shadow": "http://localhost:1", "shadow_log": "/proc/none"}, "No such file"),
     ],
 )

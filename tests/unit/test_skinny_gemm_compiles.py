@@ -61,7 +61,7 @@ def test_skinny_gemms_fit_the_gpu(kind: str, rows: int, gated: bool, inputs: int
     each = tiles.BN * tiles.BK * (1 + gated) * {"plain": 2, "int4": 4}.get(kind, 1)
     assert room * (tiles.stages - 1) * each > 60_000
     assert spilled(built, tmp_path) == 0
-    # Weights are prefetched, 16 bytes a thread.
+    # Weights are prefetched, 16 bytes per thread.
     assert len(re.findall(r"cp\.async\.c\w[^;]*, 0x10", ptx)) >= tiles.stages - 1
 
 

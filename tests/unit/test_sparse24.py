@@ -69,7 +69,7 @@ def test_recovery_trains_what_is_left() -> None:
 
 def test_what_has_no_fours() -> None:
     model = build(CONFIGS["llama_grouped_biased"], dtype=torch.float32)
-    with pytest.raises(ConfigError, match=r"inputs in fours, and 'blocks\.0\.ffn\.down\.weight' has 26"):
+    with pytest.raises(ConfigError, match=r"inputs in groups of four, and 'blocks\.0\.ffn\.down\.weight' has 26"):
         compress(model, Compression(weights="sparse24", by="nearest"))
-    with pytest.raises(ConfigError, match="no rule to fold"):
+    with pytest.raises(ConfigError, match="no rule for folding"):
         compress(build(CONFIG, dtype=torch.float32), Compression(weights="sparse24", by="fold"), TEXTS)

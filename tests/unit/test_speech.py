@@ -1,6 +1,7 @@
 """Recognisers: front ends, streams, synthetic speech and mouths, noise, training, resume, command line."""
 
 import json
+import shutil
 import signal
 from pathlib import Path
 
@@ -17,11 +18,13 @@ from colonnade.parallel.axis import SOLO, Axes, Axis
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.parallel.layout import WHOLE, local_part, placements
 from colonnade.speech import features, fit, mix, mouth
+from colonnade.speech.audio import load_audio
 from colonnade.speech.data import Recording, read_manifest, word_errors
 from colonnade.speech.front_end import Frames
 from colonnade.speech.letter_lm import Fusion, LetterModel
 from colonnade.speech.listen import FRONT_FRAMES, MOST_AHEAD, Listeners, listen
 from colonnade.speech.model import SpeechModel
+from colonnade.speech.pcm import write_audio
 from colonnade.train.training_state import RunLock
 from tests.worlds import assert_same, run
 
@@ -181,7 +184,7 @@ def test_a_language_model_in_streams_gives_the_text_of_whole_recordings():
     plain, text = (model.recognise(samples, beam=4, fusion=own) for own in (None, fusion))
     assert text != plain, "the language model changes nothing, so nothing is compared"
     assert "".join(listen(model, samples.split(900), beam=4, fusion=fusion)) == text
-    with pytest.raises(ConfigError, match="greedy search has no language model"):
+    with pytest.raises(ConfigError, match="greedy search does not use a language model"):
         model.recognise(samples, fusion=fusion)
 
 
@@ -410,12 +413,51 @@ def test_hostile_manifests(tmp_path):
         path.write_text(f"{good}\n{line}\n")
         with pytest.raises(DataError, match=problem):
             read_manifest(tmp_path)
+    for times, problem in (
+        ('"words": [[NaN, 1]]', "finite number"), ('"words": [[0, 1], [0.5, Infinity]]', "finite number"),
+        ('"words": [[-1, 0]]', "greater than or equal to 0"), ('"words": [[0, 1e300]]', "less than or equal to 14400"),
+        ('"words": [[0.3, 0.1]]', "ends before it starts"), ('"phonemes": [[NaN, "s"]]', "finite number"),
+    ):  # fmt: skip
+        path.write_text(f'{good}\n{{"audio": "a.wav", "text": "x", {times}}}\n')
+        with pytest.raises(DataError, match=rf"line 2: .*{problem}"):
+            read_manifest(tmp_path)
     path.write_text(Recording(audio="../a.wav", text="x").model_dump_json())
     with pytest.raises(DataError, match="outside"):
         read_manifest(tmp_path)
     path.write_text(good)
     with pytest.raises(DataError, match="split test"):
         read_manifest(tmp_path, "test")
+
+
+def test_times_and_names_that_recordings_do_not_have(tmp_path):
+    """Words that are too short for a target, or after the end of a truncated file; a line separator in a text."""
+    write_audio(tmp_path / "a.wav", np.zeros(8000, np.float32))
+    lines = [
+        Recording(audio="a.wav", text="so it", words=((0.0, 0.3), (0.3, 0.3))),
+        Recording(audio="a.wav", text="so it", words=((0.1, 0.2), (60.0, 61.0)), speaker="a\u2028b"),
+    ]
+    (tmp_path / "manifest.jsonl").write_text("".join(one.model_dump_json() + "\n" for one in lines), "utf-8")
+    short, cut = fit.Corpus(tmp_path, TINY, "train").letters
+    assert sorted(set(short.tolist())) == sorted({0, *TINY.labels("so ")})
+    assert sorted(set(cut.tolist())) == sorted({0, *TINY.labels("so ")})
+    with pytest.raises(DataError, match="File name too long"):
+        load_audio(tmp_path / f"{'x' * 300}.wav")
+
+
+def test_language_models_that_do_not_apply():
+    model, texts = SpeechModel(TINY), ["so it is"]
+    one = LetterModel(TINY, texts)
+    fusion = Fusion((one, one), 0.0, (0.25, 0.75), 0.0)
+    samples = torch.randn(8000, generator=torch.Generator().manual_seed(0))
+    assert model.recognise(samples, beam=4, fusion=fusion) == model.recognise(samples, beam=4)
+    for wrong in (
+        fusion._replace(shares=(2.0, -1.0)), fusion._replace(shares=(1.0,)), fusion._replace(shares=(0.2, 0.2)),
+        fusion._replace(shares=(float("nan"), 1.0)), Fusion(()), fusion._replace(weight=float("nan")),
+        fusion._replace(weight=-1.0), fusion._replace(bonus=float("inf")),
+        Fusion((LetterModel(TINY.replace(letters=TINY.letters[::-1]), texts),)),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError):
+            model.recognise(samples, beam=4, fusion=wrong)
 
 
 def lrs3(folder, split: str, name: str, text: str, seconds: float = 0.5) -> None:
@@ -467,7 +509,7 @@ def test_the_layout_of_lrs3(tmp_path):
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        (None, "00001.txt does not exist, but its film does"),
+        (None, "00001.txt does not exist, but its video does"),
         ("Conf: 4\n", "0 lines that begin with Text:"),
         ("Text:\n", "an empty one"),
         ("Text: A\nText: B\n", "2 lines that begin with Text:"),
@@ -495,7 +537,7 @@ def test_folders_without_films_and_letters_that_are_unknown(tmp_path):
     film.parent.mkdir()
     film.write_bytes(b"no film")
     film.with_suffix(".txt").write_text("Text: IN 1990\n")
-    with pytest.raises(DataError, match="'in 1990' has '0', and the recogniser's letters are"):
+    with pytest.raises(DataError, match="'in 1990' has '0' and '1' and '9', and the recogniser's letters are"):
         fit.Corpus(tmp_path, TINY, "train")
 
 
@@ -522,7 +564,7 @@ def test_training_resumes_bit_for_bit(spoken, tmp_path):
     assert [(row["step"], row["loss"]) for row in rows] == list(enumerate(losses, 1))
     for name in ("model.safetensors", "optimizer.safetensors"):
         assert (whole / name).read_bytes() == (parts / name).read_bytes()
-    with pytest.raises(CheckpointError, match="another recogniser"):
+    with pytest.raises(CheckpointError, match="a different recogniser"):
         fit.fit(TINY, spoken, tmp_path / "parts", SETTINGS)
     with pytest.raises(ConfigError, match="above 0"):
         fit.fit(TINY, spoken, tmp_path / "none", SETTINGS._replace(batch=0))
@@ -578,8 +620,6 @@ def test_command_line(spoken, tmp_path, capsys):
     one = read_manifest(spoken, "test")[0]
     main(["speech", "listen", str(tmp_path / "step-1"), str(spoken / one.audio)])
     heard = capsys.readouterr().out.rstrip("\n")
-    from colonnade.speech.audio import load_audio
-
     assert heard == SpeechModel.load(tmp_path / "step-1").recognise(load_audio(spoken / one.audio))
     main(["speech", "listen", str(tmp_path / "step-1"), str(spoken / one.audio), "--segment", "4", "--lookahead", "2"])
     assert capsys.readouterr().out.rstrip("\n") == heard
@@ -611,6 +651,27 @@ def test_command_line(spoken, tmp_path, capsys):
         with pytest.raises(SystemExit):
             main(["speech", *words])
         assert problem in " ".join(capsys.readouterr().err.split())
+
+
+def test_training_without_recordings_to_test_on(spoken, tmp_path, capsys, monkeypatch):
+    """The checkpoint is there; what is wrong with test recordings shows before the training."""
+    from colonnade.config import speech
+
+    monkeypatch.setitem(speech.SPEECH_PRESETS, "speech-tiny", TINY)
+    shutil.copytree(spoken, tmp_path / "data")
+    manifest = tmp_path / "data" / "manifest.jsonl"
+    words = ["speech", "train", "--data", str(tmp_path / "data"), "--batch", "2", "--steps", "1", "--run"]
+    manifest.write_text(manifest.read_text().replace(read_manifest(spoken, "test")[0].text, "IN 1990"))
+    with pytest.raises(SystemExit):
+        main([*words, str(tmp_path / "refused")])
+    assert "the recogniser's letters are" in " ".join(capsys.readouterr().err.split())
+    assert not (tmp_path / "refused").exists()
+    train = [one.model_dump_json() for one in read_manifest(spoken, "train")]
+    manifest.write_text("\n".join(train))
+    main([*words, str(tmp_path / "run")])
+    printed = " ".join(capsys.readouterr().err.split())
+    assert "no recordings of the split test" in printed
+    assert printed.endswith("step-1")
 
 
 @pytest.mark.slow
@@ -721,7 +782,7 @@ def test_verbs_of_language_models_name_those_of_recognisers(tmp_path, capsys):
             assert "is a speech recogniser" in printed
             assert "colonnade speech listen, serve or align" in printed
     assert not (tmp_path / "out").exists()
-    with pytest.raises(PlanError, match="2 heads do not divide over tp=3"):
+    with pytest.raises(PlanError, match="2 heads cannot be divided over tp=3"):
         SpeechModel(TINY, axes=Axes(tp=Axis("tp", 3, 0)))
 
 

@@ -138,7 +138,7 @@ def test_merges_have_few_pieces_where_faster() -> None:
 
 
 def test_lines_with_many_rows_to_merge_are_not_split() -> None:
-    """186 requests of 844 keys, 5 heads a group: split in two they took 33 µs on an H200, unsplit 28."""
+    """186 requests of 844 keys, 5 heads per group: split in two they took 33 µs on an H200, unsplit 28."""
     shape, costs = Shape(kv_heads=1, group=5, rows=16, tile=64), COSTS._replace(merge=4000)
     free, dear = (plan_splits([844] * 186, [1] * 186, shape, WORKERS, costs._replace(row=row)) for row in (0, 3))
     assert len(free.merges) == 186

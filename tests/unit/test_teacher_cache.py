@@ -37,6 +37,24 @@ def test_records_of_another_process_are_found(tmp_path: Path) -> None:
     assert len(theirs) == 2
 
 
+@pytest.mark.parametrize("damaged", ["part-0.bin", "part-f.bin"])
+def test_a_damaged_record_is_computed_again_once(damaged: str, tmp_path: Path) -> None:
+    """Whichever of both files is read first."""
+    top = TopTokens(torch.zeros((2, 3), dtype=torch.int32), torch.full((2, 3), -0.5))
+    key = TeacherCache(tmp_path, {}, 2, 3).key(torch.tensor([1, 2]))
+    TeacherCache(tmp_path, {}, 2, 3).add(key, top)
+    (file,) = tmp_path.glob("part-*.bin")
+    contents = bytearray(file.read_bytes())
+    contents[-1] ^= 1
+    file.unlink()
+    (tmp_path / damaged).write_bytes(contents)
+    again = TeacherCache(tmp_path, {}, 2, 3)
+    assert again.find(key) is None
+    again.add(key, top)
+    again._own.rename(tmp_path / "part-8.bin")
+    assert TeacherCache(tmp_path, {}, 2, 3).find(key) is not None
+
+
 def test_a_rank_reads_what_another_has_computed(tmp_path: Path) -> None:
     """As the second tensor rank in a later epoch: the teacher is not asked again."""
     teacher = build(ModelConfig(vocab_size=40, layers=1, width=8, heads=2, ffn_width=16, context=8))

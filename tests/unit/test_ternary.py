@@ -1,11 +1,13 @@
 """Ternary words under one bit: every word, the choice of places and scales, GPTQ, and compressed mixtures."""
 
+import json
 from itertools import combinations
 
 import pytest
 import torch
 
 from colonnade import api
+from colonnade.checkpoint.digest import digest_of
 from colonnade.cli import main
 from colonnade.compress import Compression, compress
 from colonnade.compress.gptq import damped, error, gptq, nearest
@@ -14,7 +16,7 @@ from colonnade.compress.ternary_training import round_trits
 from colonnade.config import ModelConfig, MoeConfig
 from colonnade.config.feature_checks import check_quantised
 from colonnade.errors import CheckpointError, ConfigError, PlanError
-from colonnade.kernels.linear import ternary
+from colonnade.kernels.linear import cuda_ternary, ternary
 from colonnade.kernels.linear.quantise import dequantise, quantise, stored_bytes
 from colonnade.model.weight_only_quant import quantised_kind, quantised_parameters, weight_bytes
 from colonnade.parallel.distributed_context import DistributedContext
@@ -125,6 +127,22 @@ def test_only_experts_become_ternary(tmp_path) -> None:
         api.load(tmp_path / "t", weights="ternary")
 
 
+def test_words_of_another_size_are_refused(tmp_path) -> None:
+    """A checkpoint whose checksums match names a size that has no table."""
+    model = built(mixture(67), dtype=torch.float32).requires_grad_(False)
+    compress(model, Compression(weights="ternary", by="nearest"))
+    folder = tmp_path / "t"
+    api.save(api.Model(model, None, DistributedContext.solo(torch.device("cpu")), "m"), folder)
+    meta, manifest = (json.loads((folder / name).read_text()) for name in ("checkpoint.json", "manifest.json"))
+    for form in meta["quantised"].values():
+        form["group"] = 17
+    (folder / "checkpoint.json").write_text(json.dumps(meta))
+    manifest["files"]["checkpoint.json"] = digest_of(folder / "checkpoint.json").model_dump()
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError, match="ternary words have 18, 24, 32 weights, not 17"):
+        api.load(folder)
+
+
 def test_trits_are_rounded_straight_through() -> None:
     generator = torch.Generator().manual_seed(3)
     u = torch.randn(5, 40, generator=generator, requires_grad=True)
@@ -172,9 +190,9 @@ def test_recovery_of_fewer_experts() -> None:
 
 
 def test_what_cannot_be_ternary() -> None:
-    with pytest.raises(ConfigError, match="ternary is for experts"):
+    with pytest.raises(ConfigError, match="ternary applies only to experts"):
         compress(built(CONFIGS["llama"], dtype=torch.float32), Compression(weights="ternary", by="nearest"))
-    with pytest.raises(PlanError, match=r"etp=8 leaves a rank 9 of moe\.ffn_width 72"):
+    with pytest.raises(PlanError, match=r"etp=8 leaves each rank 9 of moe\.ffn_width 72"):
         check_quantised(mixture(67), "ternary", 18, tp=1, etp=8)
     check_quantised(mixture(67), "ternary", 18, tp=1, etp=4)
 
@@ -202,3 +220,39 @@ def test_compressed_and_served_over_ranks(tmp_path, capfd) -> None:
     main(["compress", str(tmp_path / "m"), str(tmp_path / "x"), *words, "--recover", "2"])
     with api.load(tmp_path / "x", device="cpu") as recovered:
         assert quantised_kind(recovered.transformer) == "ternary"
+
+
+@pytest.mark.parametrize("trits", cuda_ternary.TRITS)
+def test_tables_in_shared_memory_give_every_word(trits: int) -> None:
+    """As cuda_ternary.cu reads them; a word that is not used stays within the tables."""
+    table = cuda_ternary.tables(trits).long() & 0xFFFFFFFF
+    words = torch.arange(ternary.TABLE_WORDS)
+    entry = table[torch.minimum(words, cuda_ternary.RANGES + words // 32)]
+    within, border = words % 32, entry >> 24
+    follows = within >= border
+    rest_at = torch.where(follows, within - border, words - (entry & 0xFFFF))
+    assert int(rest_at.min()) >= 0 and int(rest_at.max()) < len(table) - cuda_ternary.ENTRIES
+    rest = table[cuda_ternary.ENTRIES + rest_at]
+    offsets = [(entry >> 16 & 255) + 2 * follows, *(rest >> 8 * j & 255 for j in range(ternary.NONZERO[trits] - 1))]
+    got = torch.zeros(len(words), trits + 1)  # the last one: zeros
+    for offset in offsets:
+        got[words, offset // 4] += torch.where(offset % 4 == 2, -1.0, 1.0)
+    count = ternary.word_count(trits)
+    expected = ternary.decode(words[:, None].to(torch.int16), trits, trits, torch.float32)
+    assert torch.equal(got[:count, :trits], expected[:count])
+
+
+def test_a_row_s_blocks_fit_the_shared_memory() -> None:
+    limit = 227 * 1024
+    for outputs, words, matrices, blocks in (
+        (11008, 228, 1, 132),
+        (14336, 228, 2, 132),
+        (4096, 797, 1, 128),
+        (64, 228, 1, 2),
+    ):
+        found = cuda_ternary.layout(outputs, words, 18, matrices, 132, limit)
+        assert found is not None and found.shared_bytes <= limit and found.blocks == blocks
+        assert found.most * found.blocks * cuda_ternary.BN >= outputs
+    several = cuda_ternary.layout(100_000, 228, 18, 1, 132, limit)
+    assert several is not None and several.blocks == 396
+    assert cuda_ternary.layout(4096, 4000, 18, 1, 132, limit) is None  # x alone is larger

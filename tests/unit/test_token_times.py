@@ -80,4 +80,4 @@ def test_words_in_json_and_on_the_command_line(capsys: pytest.CaptureFixture[str
     assert '"word": "two"' in write_transcript([segment], "json")
     with pytest.raises(SystemExit):
         main(["speech", "transcribe", "a.wav", "--words"])
-    assert "--words needs --format json, and it is txt" in capsys.readouterr().err
+    assert "--words needs --format json, not txt" in capsys.readouterr().err

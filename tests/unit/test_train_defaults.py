@@ -75,7 +75,7 @@ def test_cpu_run_is_in_float32(tmp_path: Path, capsys: pytest.CaptureFixture[str
     run = RunConfig(runs=tmp_path, device="cpu", model=MODEL, train=train)
     run = run.replace(data=run.data.replace(path=corpus, sequence=16))
     Trainer(run).fit()
-    assert "one process on cpu, float32, 16 tokens a step" in capsys.readouterr().out
+    assert "one process on cpu, float32, 16 tokens per step" in capsys.readouterr().out
     with DistributedContext.build(run.plan, "cpu") as context:
         t = TrainingState(run, context).run.train
         assert (t.dtype, t.compile, t.fused_adamw) == CPU, "the checkpoint's config must match"
@@ -87,6 +87,6 @@ def test_dry_run_reports_settings_and_memory(tmp_path: Path, capsys: pytest.Capt
     main([*words, "--device", "cpu"])
     output = capsys.readouterr()
     assert 'dtype = "auto"' in output.out
-    assert "on cpu: float32; memory estimate: 23" in output.err
+    assert "on cpu: float32; memory: about 23" in output.err
     main([*words, "--device", "cuda"])
-    assert "on cuda: bfloat16 with float32 masters, compiled, fused AdamW; memory estimate: " in capsys.readouterr().err
+    assert "on cuda: bfloat16 with float32 masters, compiled, fused AdamW; memory: about " in capsys.readouterr().err

@@ -46,7 +46,7 @@ def test_scale_without_overflow_stays_finite() -> None:
 
 
 def test_scale_that_is_no_power_of_two_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"loss_scale 1000.0 is no power of two, so it would round; use 1024"):
+    with pytest.raises(ConfigError, match=r"loss_scale 1000.0 is not a power of two, so it would be rounded; use 1024"):
         TrainConfig(loss_scale=1000)
     with pytest.raises(ConfigError, match=r"loss_scale is inf"):
         TrainConfig(loss_scale=float("inf"))

@@ -65,8 +65,8 @@ def test_files_are_resampled_and_mixed(tmp_path: Path, suffix: str) -> None:
 
 @pytest.mark.parametrize(
     ("contents", "message"),
-    [(None, "does not exist"), (b"", "no audio that can be read"), (b"RIFF" + bytes(50), "no audio|no samples"),
-     (b"plain text, no sound" * 20, "no audio that can be read|has no sound")],
+    [(None, "does not exist"), (b"", "cannot be read as audio"), (b"RIFF" + bytes(50), "read as audio|no samples"),
+     (b"plain text, no sound" * 20, "cannot be read as audio|has no sound")],
 )  # fmt: skip
 def test_bad_files(tmp_path: Path, capsys: pytest.CaptureFixture[str], contents: bytes | None, message: str) -> None:
     if contents is not None:
@@ -96,7 +96,7 @@ def test_a_small_file_of_hours_is_refused(tmp_path: Path, said: int | None) -> N
     if said == 16_000:
         assert len(load_audio(tmp_path / "a.flac", longest_s=50)) == 16_000
         return
-    with pytest.raises(DataError, match=r"a.flac is \d+ s long or more, and 50 s are read; cut it"):
+    with pytest.raises(DataError, match=r"a.flac is \d+ s long or more, and the limit is 50 s; cut it"):
         load_audio(tmp_path / "a.flac", longest_s=50)
     assert len(load_audio(tmp_path / "a.flac", longest_s=100)) == 1_600_000
 

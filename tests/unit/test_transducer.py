@@ -119,7 +119,7 @@ def test_float32_loss_of_a_long_utterance():
 
 
 def test_dead_cells_do_not_change_float32_gradients(monkeypatch):
-    """Most cells of a sharp lattice are left out; the gradients equal float64's. A NaN is never left out."""
+    """Most cells of a sharp lattice are skipped; the gradients equal float64's. A NaN is never skipped."""
     T, U, seen = 60, 20, list[int]()
     shapes = ((T, D), (U + 1, D), (V, D), (V,))
     e, p, w, b = (4 * torch.randn(shape, generator=rng(i), dtype=torch.float64) for i, shape in enumerate(shapes))
@@ -188,7 +188,7 @@ def test_loss_refuses_what_has_no_alignment():
     joint = joint_of(w, b)
     with pytest.raises(DataError, match="0 frames"):
         joint.loss(e[:0], p[:2], [0], [[1]])
-    with pytest.raises(DataError, match=r"outside of 0\.\.4"):
+    with pytest.raises(DataError, match=r"outside 0\.\.4"):
         joint.loss(e[:1], p[:2], [1], [[5]])
     with pytest.raises(DataError, match="add up to 3"):
         joint.loss(e[:1], p[:2], [3], [[1]])

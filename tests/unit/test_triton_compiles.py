@@ -1,7 +1,7 @@
 """Kernels compiled for Hopper without a GPU: shared memory, tensor cores, register spills, vector width.
 
 Expert kernels fit, use tensor cores and spill little; router and row-copy kernels do not spill; AdamW reads and writes
-16 bytes a thread. The interpreter cannot show that the compiler accepts a kernel, or what code it generates.
+16 bytes per thread. The interpreter cannot show that the compiler accepts a kernel, or what code it generates.
 """
 
 import importlib.util
@@ -211,7 +211,7 @@ def test_relative_bias_gradient_stays_in_registers(padded: bool, tmp_path: Path)
 
 
 def test_token_is_read_once_for_all_its_rows(tmp_path: Path) -> None:
-    """16 bytes a thread, read once and written once for each row."""
+    """16 bytes per thread, read once and written once for each row."""
     from colonnade.kernels import triton_permute
 
     types = {"x_ptr": "*bf16", "y_ptr": "*bf16", "inverse_ptr": "*i32", "D": "i32", "stride": "i32"}

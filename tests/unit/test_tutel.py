@@ -269,19 +269,19 @@ def test_auto_chooses_the_smaller_transfer() -> None:
         ({"experts": {**FFN, "hidden": 3}}, ConfigError, "no option 'hidden'"),
         ({"experts": {**FFN, "type": "fnn"}}, ConfigError, "no experts of type 'fnn'"),
         ({"experts": {"type": "custom"}}, ConfigError, "need a class"),
-        ({"experts": {**FFN, "num_experts_per_device": 0}}, PlanError, "0 experts a device"),
-        ({"experts": {**FFN, "num_experts_per_device": 1.5}}, PlanError, "1.5 experts a device"),
-        ({"experts": {**FFN, "num_experts_per_device": -2}}, PlanError, "1 ranks do not divide by 2"),
+        ({"experts": {**FFN, "num_experts_per_device": 0}}, PlanError, "0 experts per device"),
+        ({"experts": {**FFN, "num_experts_per_device": 1.5}}, PlanError, "1.5 experts per device"),
+        ({"experts": {**FFN, "num_experts_per_device": -2}}, PlanError, "1 ranks are not divisible by 2"),
         ({"experts": {**FFN, "activation_fn": F.relu, "activation_fn_with_self": len}}, ConfigError, "keep one"),
-        ({"experts": {**FFN, "activation_fn": "gelu"}}, ConfigError, "activation_fn is 'gelu'; give a function"),
+        ({"experts": {**FFN, "activation_fn": "gelu"}}, ConfigError, "activation_fn is 'gelu'; pass a function"),
         ({"gate": {"type": "topp"}}, ConfigError, "no gate of type 'topp'"),
         ({"gate": {"type": "top", "kk": 1}}, ConfigError, "no option 'kk'"),
         ({"gate": {"type": "custom"}}, ConfigError, "needs a class"),
-        ({"gate": "Top2"}, ConfigError, "no description of a gate"),
+        ({"gate": "Top2"}, ConfigError, "does not describe a gate"),
         ({"parallel_type": "date"}, ConfigError, "no parallel_type 'date'"),
         ({"is_gshard_loss": False}, ConfigError, "gate_noise above 0"),
         ({"load_loss_input": "logit"}, ConfigError, "no load_loss_input 'logit'; did you mean 'logits'"),
-        ({"a2a_ffn_overlap_degree": 0}, ConfigError, "1 is none"),
+        ({"a2a_ffn_overlap_degree": 0}, ConfigError, "use 1 for no overlap"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -300,8 +300,8 @@ def test_unsupported_options_are_refused(options: dict[str, Any], kind: type[Col
         ),
         ((6,), {}, "an input of shape"),
         ((4, 6), {"adaptive_r": 2}, r"allow degrees \[0, 1\], not 2"),
-        ((4, 6), {"top_k": 0}, "1 expert at least"),
-        ((4, 6), {"capacity_factor": 0.1}, "leaves no place for 4 tokens"),
+        ((4, 6), {"top_k": 0}, "at least 1 expert"),
+        ((4, 6), {"capacity_factor": 0.1}, "leaves no room for 4 tokens"),
     ],
 )
 def test_invalid_calls_are_refused(shape: tuple[int, ...], options: dict[str, Any], message: str) -> None:
@@ -311,7 +311,7 @@ def test_invalid_calls_are_refused(shape: tuple[int, ...], options: dict[str, An
 
 def _unequal_hidden() -> None:
     net.barrier()
-    with pytest.raises(PlanError, match="7 hidden units of an expert do not divide over its 2 ranks"):
+    with pytest.raises(PlanError, match="7 hidden units of an expert cannot be divided over its 2 ranks"):
         _layer(experts={**FFN, "num_experts_per_device": -2, "hidden_size_per_expert": 7})
     with pytest.raises(PlanError, match="use a divisor of 2"):
         moe.moe_layer.global_expert_count(-3)

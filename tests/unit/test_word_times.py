@@ -36,7 +36,7 @@ def test_words_outside_of_the_recording_are_cut():
 
 
 def test_times_must_be_those_of_the_words():
-    with pytest.raises(DataError, match="1 times of words, but the text has 2"):
+    with pytest.raises(DataError, match="1 word times, but the text has 2"):
         letter_targets([A, SPACE, B], SPACE, [(0.0, 0.1)], frames=4)
 
 

@@ -23,7 +23,7 @@ UNSUPPORTED: dict[str, Any] = {
     "attention.clamp_kqv": 0.0, "attention.max_alibi_bias": 0.0, "attention.scale": 0.0, "logit_scale": 0.0,
     "attn_logit_softcapping": 0.0, "final_logit_softcapping": 0.0, "rope.scaling.yarn_log_multiplier": 0.0,
 }  # fmt: skip
-"""Features that these architectures lack, with llama.cpp's value for "none", which alone is accepted."""
+"""Features that these architectures lack, with llama.cpp's value for "none"; only that value is accepted."""
 ROPE_DIVISORS = "rope_freqs.weight"
 """The tensor of the values that divide the RoPE frequencies."""
 LLAMA3_ORIGINAL_CONTEXT = 8192
@@ -69,7 +69,7 @@ def config_from_header(header: Header, *, tied: bool, rope_divisors: np.ndarray 
     if architecture not in ARCHITECTURES:
         raise CheckpointError(
             f"{header.path} contains a model of architecture {architecture!r}; "
-            f"known ones are {', '.join(ARCHITECTURES)}"
+            f"supported ones are {', '.join(ARCHITECTURES)}"
         )
     keys = GGUFKeys(header, architecture)
     try:
@@ -148,10 +148,12 @@ def _rope_scaling(keys: GGUFKeys, divisors: np.ndarray | None, width: int) -> Ro
     if kind == "linear":
         return RopeScaling(kind="linear", factor=factor)
     if kind == "yarn" and original:
+        if factor <= 0:
+            raise keys.refuse("rope.scaling.factor", "a number above 0 was expected")
         # llama.cpp multiplies its own attention factor by this one.
         attention_factor = None if attention == 1.0 else attention * (0.1 * math.log(factor) + 1.0)
         return RopeScaling(kind="yarn", factor=factor, original_context=original, attention_factor=attention_factor)
-    raise keys.refuse("rope.scaling.type", "known kinds are none, linear and yarn (with its original context length)")
+    raise keys.refuse("rope.scaling.type", "supported kinds: none, linear, yarn (with its original context)")
 
 
 def _llama3(keys: GGUFKeys, divisors: np.ndarray, width: int) -> RopeScaling:
@@ -165,7 +167,7 @@ def _llama3(keys: GGUFKeys, divisors: np.ndarray, width: int) -> RopeScaling:
     expected = 1 / ((1 - keep) / factor + keep)
     if divisors.shape != expected.shape or not np.allclose(divisors, expected, rtol=1e-3):
         raise CheckpointError(
-            f"{keys.file}: '{ROPE_DIVISORS}' scales the RoPE frequencies in another way than Llama 3.1; "
+            f"{keys.file}: '{ROPE_DIVISORS}' scales the RoPE frequencies differently from Llama 3.1; "
             "use the original checkpoint, whose config.json describes it"
         )
     return scaling

@@ -3,8 +3,8 @@
     "GGUF" version tensors keys | key, type, value … | name, shape, type, offset … | padding | data
 
 (ggml-org/ggml, docs/gguf.md; versions 2 and 3, little-endian.) The ``gguf`` package, whose dequantisers we use, has a
-reader too, but it trusts the counts in the file: an array of 2⁶⁰ elements in a file of 150 bytes made it grow by 86 MB
-a second. This reader compares each count with the remaining bytes, and reads SmolLM2's header 20 times faster.
+reader too, but it trusts the counts in the file: an array of 2⁶⁰ elements in a file of 150 bytes made it grow by 86
+MB/s. This reader compares each count with the remaining bytes, and reads SmolLM2's header 20 times faster.
 """
 
 import math

@@ -91,7 +91,7 @@ TABLES: dict[str, MappingTable] = {
 
 
 class GGUFFile:
-    """A GGUF file: reads :attr:`config` and tensor shapes at once, values and tokenizer on demand.
+    """A GGUF file: reads :attr:`config` and tensor shapes immediately, values and tokenizer on demand.
 
     Raises :class:`CheckpointError` for a file that is damaged or of an unknown architecture, and when the ``gguf``
     package is not installed.
@@ -156,7 +156,7 @@ class GGUFSource:
         return out if len(box) == 2 else out[0]
 
     def rope_divisors(self) -> np.ndarray | None:
-        """The divisors of the RoPE frequencies, one a pair, if the file has them."""
+        """The divisors of the RoPE frequencies, one per pair, if the file has them."""
         if ROPE_DIVISORS not in self.header.tensors:
             return None
         info = self.header.tensors[ROPE_DIVISORS]

@@ -4,7 +4,7 @@ The file has the vocabulary, the merges, a type for each token and the *name* of
 before merging (``tokenizer.ggml.pre``); the pre-tokenizers themselves are in llama.cpp's source, and here:
 
     gpt-2       GPT-2's pattern
-    smollm      each digit by itself, then GPT-2's pattern
+    smollm each digit separately, then GPT-2's pattern
     llama-bpe   Llama 3's pattern: up to three digits; a word that is a token is not merged
     qwen2       Llama 3's pattern with single digits, on text in Unicode's composed form (NFC)
 """
@@ -74,7 +74,7 @@ def tokenizer_from_header(header: Header, vocab_size: int) -> TokenizerParts:
     pre = ALIASES.get(pre, pre)
     if pre not in PRE_TOKENIZERS:
         raise CheckpointError(
-            f"{header.path} has the pre-tokenizer {pre!r}; known ones are {', '.join([*PRE_TOKENIZERS, *ALIASES])}"
+            f"{header.path} has the pre-tokenizer {pre!r}; supported ones are {', '.join([*PRE_TOKENIZERS, *ALIASES])}"
         )
     tokens = keys.strings("tokens")
     if not tokens or len(tokens) > vocab_size:

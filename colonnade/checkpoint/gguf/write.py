@@ -1,8 +1,8 @@
 """Writes a GGUF file, which llama.cpp and its relatives read.
 
-    Q8_0   blocks of 32 values q d           for 8 bits, and for what the blocks' matrices are not
+    Q8_0   blocks of 32 values q d           for 8 bits, and for everything but the blocks' matrices
     Q4_0   blocks of 32 values (q − 8) d     int4 in groups of 32 on the symmetric grid, value for value
-    Q4_1   blocks of 32 values q d + m       int4 in groups of 32 on the affine or zero grid, value for value
+    Q4_1   blocks of 32 values q d + m       int4 in groups of 32 on the affine grid, value for value
     F16    everything else with two dimensions
 
 Scales are float16 there. int4 scales outside its range are refused; those of int8 and float8, one per row, are chosen
@@ -40,7 +40,7 @@ FILE_TYPES = {"F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7}
 
 
 class WritableTokenizer(Protocol):
-    """What this module needs of a tokenizer."""
+    """The tokenizer interface that this module uses."""
 
     bos_id: int | None
     eos_ids: tuple[int, ...]
@@ -60,9 +60,9 @@ def write_gguf(
     dense_as: Literal["F16", "Q8_0"] = "F16",
     overwrite: bool = False,
 ) -> None:
-    """Write ``model`` as the file ``path``; quantised matrices as they are, others as ``dense_as``.
+    """Write ``model`` as the file ``path``; quantised matrices unchanged, others as ``dense_as``.
 
-    Raises :class:`ConfigError` for a model that the format cannot express, :class:`CheckpointError` for a file that
+    Raises :class:`ConfigError` for a model that the format cannot represent, :class:`CheckpointError` for a file that
     exists or cannot be written.
     """
     path, gguf = Path(path), gguf_package()
@@ -96,17 +96,20 @@ def write_gguf(
         writer.write_tensors_to_file()
         writer.close()
         partial.replace(path)
-    except OSError as why:
+    except BaseException as why:
         partial.unlink(missing_ok=True)
-        raise CheckpointError(f"{path} cannot be written: {why.strerror}; check the folder and its free space") from why
+        if isinstance(why, OSError):  # numpy's has no strerror on a full disk
+            reason = why.strerror or str(why)
+            raise CheckpointError(f"{path} cannot be written: {reason}; check the folder and its free space") from why
+        raise
 
 
 def check_name(path: Path, overwrite: bool) -> None:
     """Raise unless ``path`` may be written as a GGUF file."""
     if path.suffix != ".gguf":
-        raise ConfigError(f"{path} is not the name of a GGUF file; end it with .gguf")
+        raise ConfigError(f"{path} is not a GGUF file name; it must end in .gguf")
     if path.exists() and not (overwrite and path.is_file()):
-        raise CheckpointError(f"{path} exists; use another name, or --overwrite")
+        raise CheckpointError(f"{path} already exists; use another name, or --overwrite")
 
 
 def _check(model: Transformer, path: Path, overwrite: bool) -> None:
@@ -128,7 +131,7 @@ Written = tuple[np.ndarray, str]
 def _tensors(
     name: str, value: Tensor | Quantised | None, mapping: ParamMapping, config: ModelConfig, dense_as: str
 ) -> dict[str, Written]:
-    """Their tensors of a parameter, with their types."""
+    """The file's tensors of a parameter, with their types."""
     assert value is not None, name
     if isinstance(value, Quantised) and value.kind == "int4" and name.startswith("blocks."):
         return _int4_tensors(name, value, mapping, config)
@@ -185,8 +188,8 @@ def _float16(name: str, scales: Tensor) -> Tensor:
     if not torch.equal(scales.half().float(), scales):
         worst = float(scales[scales.half().float() != scales].abs().max())
         raise ConfigError(
-            f"'{name}' has the int4 scale {worst:.3g}, which is no float16 number, as GGUF needs; write --format hf or "
-            "colonnade, or compress to int8"
+            f"'{name}' has the int4 scale {worst:.3g}, which is not a float16 number, as GGUF requires; write "
+            "--format hf or colonnade, or compress to int8"
         )
     return scales
 
@@ -254,13 +257,13 @@ def _pre_tokenizer(parts: Mapping[str, Any]) -> str:
         if _comparable(json.loads(probe.to_str())["pre_tokenizer"]) == wanted:
             return name
     raise ConfigError(
-        f"llama.cpp has no name for the tokenizer's way to split text; known are {', '.join(PRE_TOKENIZERS)}; "
+        f"llama.cpp has no name for the tokenizer's pre-tokenization; it knows {', '.join(PRE_TOKENIZERS)}; "
         "write --format hf"
     )
 
 
 def _comparable(part: Any) -> Any:
-    """A pre-tokenizer's description without what does not change its tokens."""
+    """A pre-tokenizer's description without the settings that do not change its tokens."""
     if isinstance(part, dict):
         return {key: _comparable(value) for key, value in part.items() if key != "trim_offsets"}
     return [_comparable(each) for each in part] if isinstance(part, list) else part

@@ -1,8 +1,8 @@
 """Hugging Face folders, read and written under any layout: the table of families, and conversion of config.json.
 
 Each family is a module with its table of parameter names. Writing is checked by reading back: a field that the family
-cannot express (a window in "llama", a query norm in "qwen2") comes back changed, and the error names it. So no list of
-exceptions has to be maintained.
+cannot represent (a window in "llama", a query norm in "qwen2") comes back changed, and the error names it. So no list
+of exceptions has to be maintained.
 """
 
 from collections.abc import Mapping
@@ -45,7 +45,7 @@ def config_from_hf(raw: Mapping[str, Any], file: str = "config.json") -> ModelCo
     """
     kind = raw.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
-        raise CheckpointError(f"{file} describes a model of type {kind!r}; known types are {', '.join(FAMILIES)}")
+        raise CheckpointError(f"{file} describes a model of type {kind!r}; supported types are {', '.join(FAMILIES)}")
     if raw.get("quantization_config") is not None:
         raise CheckpointError(
             f"{file} describes quantised weights (quantization_config), which cannot be read; "
@@ -63,14 +63,14 @@ def config_from_hf(raw: Mapping[str, Any], file: str = "config.json") -> ModelCo
 def config_to_hf(config: ModelConfig) -> dict[str, Any]:
     """Converts our config to the contents of a config.json.
 
-    Raises :class:`CheckpointError` when the config's family cannot express one of its fields.
+    Raises :class:`CheckpointError` when the config's family cannot represent one of its fields.
     """
     family = FAMILIES[config.family]
     if family.moe != (config.moe is not None):
         what = "no experts" if family.moe else "experts"
         able = ", ".join(name for name, other in FAMILIES.items() if other.moe != family.moe)
         raise CheckpointError(
-            f"'{family.name}' files cannot express a model with {what}; write --format colonnade, or train it with "
+            f"'{family.name}' files cannot represent a model with {what}; write --format colonnade, or train it with "
             f"--model.family one of {able}"
         )
     raw = {"model_type": family.name, "architectures": [family.architecture], **family.to_hf(config)}
@@ -78,14 +78,14 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
     for field in [name for name in before if name in after]:
         if before[field] != after[field]:
             raise CheckpointError(
-                f"'{config.family}' files cannot express {field} = {before[field]!r} (it would be read back as "
+                f"'{config.family}' files cannot represent {field} = {before[field]!r} (it would be read back as "
                 f"{after[field]!r}); write --format colonnade, or train it with another --model.family that can"
             )
     return raw
 
 
 def _comparable_fields(config: ModelConfig) -> dict[str, Any]:
-    """The fields that a file must express."""
+    """The fields that a file must represent."""
     layers_with_experts = sum(config.experts_of(i) is not None for i in range(config.total_layers))
     unused = {"moe"}  # compared field by field
     unused |= {"window_from_layer"} if config.window is None else set()

@@ -29,7 +29,7 @@ from colonnade.config.model import Family as Kind
 
 
 class InterleavedRope(ParamMapping):
-    """Rows in groups (heads, or one group of all) that end in RoPE pairs, which are adjacent in their order."""
+    """Rows in groups (heads, or one group of all) that end in RoPE pairs, which are adjacent in the files' order."""
 
     def __init__(self, name: str, group: Literal["head", "compressed"]):
         super().__init__(name)
@@ -109,7 +109,7 @@ def _fields(keys: ConfigKeys, **defaults: Any) -> dict[str, Any]:
             f"each of the {fields['heads']} query heads ('num_attention_heads') needs its own key and value head",
         )
     keys.must_be("rope_interleave", True, "only adjacent RoPE pairs are implemented, as in the authors' files")
-    keys.must_be("moe_layer_freq", 1, "only experts in every layer from the first one on are implemented")
+    keys.must_be("moe_layer_freq", 1, "only experts in every layer from the first MoE layer on are implemented")
     bias = keys.flag("attention_bias", False)
     fields |= {"head_width": head_width, "qkv_bias": bias, "out_bias": bias}
     return fields | {"latent": latent}

@@ -1,6 +1,6 @@
 """Mappings of expert weights, and the config.json keys that all MoE families have in common.
 
-    PerExpert        a matrix an expert, experts.7.w1.weight: the form on the Hub, and what transformers saves
+    PerExpert        one matrix per expert, experts.7.w1.weight: the form on the Hub, and what transformers saves
     StackedExperts   all experts' matrices in one tensor, gate above up: the form of transformers 5's modules, saved on
                      request
 
@@ -172,7 +172,7 @@ _TRAINING_ROUTER_FIELDS = ("jitter", "noise", "dtype")
 
 
 def expert_fields(config: ModelConfig) -> dict[str, Any]:
-    """The fields of a config's experts that a file must express: all that a logit depends on."""
+    """The fields of a config's experts that a file must represent: everything that a logit depends on."""
     moe = config.moe
     if moe is None:
         return {}

@@ -1,13 +1,13 @@
 """The record of a model family, and strict reading of its config.json.
 
-Hugging Face's config classes ignore unknown keys, and so may run another model than the file describes. Here every key
-must be *taken* (it sets one of our fields), *required* to have the one value that we implement, listed in
-:data:`IGNORED_KEYS` (it cannot change a logit), or the file is refused, whatever the key's value. ``null`` is a value
-too: it is accepted only where it has a meaning. GGUF metadata is read with the same class.
+Hugging Face's config classes ignore unknown keys, and so may run a different model from the one that the file
+describes. Here every key must be *taken* (it sets one of our fields), *required* to have the one value that we
+implement, listed in :data:`IGNORED_KEYS` (it cannot change a logit), or the file is refused, whatever the key's value.
+``null`` is a value too: it is accepted only where it has a meaning. GGUF metadata is read with the same class.
 
 A :class:`Family` converts config.json in both directions and maps our parameter names to theirs. Its table has ``{i}``
 for the layer and lists every parameter that the family *can* have; the config determines which a model has. To add a
-family, write a file beside ``llama.py`` with a :class:`Family`, and list it in ``__init__.py``.
+family, write a file next to ``llama.py`` with a :class:`Family`, and list it in ``__init__.py``.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -79,7 +79,7 @@ class StrictKeys:
     unsupported: Mapping[str, Any] = {}
     """Features that are not implemented, with the value that switches them off."""
     remedy: str
-    """What to do about an unknown key."""
+    """The remedy for an unknown key."""
 
     def __init__(self, raw: Mapping[str, Any], file: str, prefix: str = ""):
         """``file`` and ``prefix`` (of all names) are for messages."""
@@ -93,7 +93,7 @@ class StrictKeys:
         if value is not None or default is None:
             return value
         if null is _MISSING:
-            raise self.refuse(name, "null has no meaning here; give a value, or remove the key to use the default")
+            raise self.refuse(name, "null has no meaning here; set a value, or remove the key to use the default")
         return null
 
     def ignore(self, names: Iterable[str]) -> None:
@@ -126,7 +126,7 @@ class StrictKeys:
         return value
 
     def must_be(self, name: str, value: Any, why: str) -> None:
-        """Refuses the file when the key is present with another value than ``value``."""
+        """Refuses the file when the key is present with a value other than ``value``."""
         self._taken.add(name)
         if self.raw.get(name, value) != value:
             raise self.refuse(name, why)
@@ -213,7 +213,7 @@ class Family:
     config_for_tensors: Callable[[ModelConfig, Collection[str]], ModelConfig] = lambda config, names: config
     """Corrects the config by the names of the tensors that are in the folder."""
     tied_by_values: bool = False
-    """Whether the output projection is tied is decided by the tensors, because the config does not tell."""
+    """Whether the output projection is tied is decided by the tensors, because the config does not say."""
 
     @property
     def moe(self) -> bool:

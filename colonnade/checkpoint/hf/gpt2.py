@@ -30,7 +30,7 @@ def _from_hf(keys: ConfigKeys) -> ModelConfig:
     width = keys.size("n_embd")
     keys.must_be("scale_attn_weights", True, "scores without the factor 1/√H are not implemented")
     keys.must_be("scale_attn_by_inverse_layer_idx", False, "scores divided by the layer's number are not implemented")
-    keys.must_be("add_cross_attention", False, "only decoders without an encoder are implemented")
+    keys.must_be("add_cross_attention", False, "only decoder-only models are implemented")
     return ModelConfig(
         family="gpt2",
         vocab_size=keys.size("vocab_size"),

@@ -1,4 +1,5 @@
-"""Llama (Touvron 2023, arXiv 2302.13971) and Mistral (Jiang 2023, arXiv 2310.06825), and what their successors share.
+"""Llama (Touvron 2023, arXiv 2302.13971) and Mistral (Jiang 2023, arXiv 2310.06825), and the parts that their
+successors share.
 
     llama      Llama 1 to 3, SmolLM2, and every model saved as "llama"
     mistral    Llama without biases and with a sliding window in every layer; a config.json without ``sliding_window``

@@ -1,7 +1,7 @@
 """NLLB-MoE (arXiv 2207.04672): an encoder–decoder that translates between 202 languages, with experts in both stacks.
 
     pre-norm, LayerNorm, biases, ReLU; embeddings · √D + sinusoidal positions from 2 on, no learned ones
-    experts in block i where (i + 1) mod step = 0, two a token: w = p / Σ p of the two, times 1 − output_mask
+    experts in block i where (i + 1) mod step = 0, two per token: w = p / Σ p of the two, times 1 − output_mask
     source: language, tokens, </s>        target: </s>, language, tokens, </s>
 
 No choice is dropped: the published models evaluate with a capacity of all tokens. transformers 5.24 computes another
@@ -67,9 +67,9 @@ TRAINING = (
 def _from_hf(keys: ConfigKeys) -> ModelConfig:
     keys.ignore(TRAINING)
     keys.must_be("is_encoder_decoder", True, "only the encoder–decoder is implemented")
-    keys.must_be("router_bias", False, "a bias of the router is not implemented for this family")
+    keys.must_be("router_bias", False, "a router bias is not implemented for this family")
     keys.must_be("router_dtype", "float32", "the router computes in float32")
-    keys.must_be("second_expert_policy", "all", "a second expert at random is not implemented for this family")
+    keys.must_be("second_expert_policy", "all", "a random second expert is not implemented for this family")
     keys.must_be("moe_eval_capacity_token_fraction", 1.0, "a capacity in evaluation is not implemented")
     heads, hidden = keys.size("decoder_attention_heads", 16), keys.size("decoder_ffn_dim", 4096)
     keys.must_agree("encoder_attention_heads", "decoder_attention_heads", heads)
@@ -80,7 +80,7 @@ def _from_hf(keys: ConfigKeys) -> ModelConfig:
     keys.must_agree("num_hidden_layers", "encoder_layers", layers["encoder"])
     for stack, step in steps.items():
         if not 0 < step <= layers[stack]:
-            raise keys.refuse(f"{stack}_sparse_step", f"a stack of {layers[stack]} blocks without experts is not read")
+            raise keys.refuse(f"{stack}_sparse_step", f"a stack of {layers[stack]} blocks needs experts")
     return ModelConfig(
         family="nllb-moe",
         vocab_size=keys.size("vocab_size"),

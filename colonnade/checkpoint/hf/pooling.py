@@ -5,10 +5,11 @@
     sentence_bert_config.json     max_seq_length: the longest text that the model was made for
     config.json                   id2label, problem_type, and a cross-encoder's activation
 
-What is not implemented is refused: the vectors would be other ones than the model's.
+Anything else is refused: the vectors would differ from the model's.
 """
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ _KINDS: dict[str, Pooling] = {
 
 @dataclass(frozen=True)
 class StoredPooling:
-    """Pooling and classes of a model's folder; None for what its files do not have."""
+    """Pooling and classes of a model's folder; None for settings missing from its files."""
 
     kind: Pooling | None = None
     normalize: bool | None = None
@@ -58,7 +59,9 @@ def read_pooling(folder: Path, *, kind: bool = True) -> StoredPooling:
 
 
 def write_pooling(folder: Path, kind: Pooling, width: int) -> None:
-    """Add sentence-transformers' files to the folder of a model whose embeddings are pooled so, and normalised."""
+    """Add sentence-transformers' files to the folder of a model with embeddings that are pooled this way and
+    normalised.
+    """
     modules = [("Transformer", ""), ("Pooling", "1_Pooling"), ("Normalize", "2_Normalize")]
     (folder / "1_Pooling").mkdir(exist_ok=True)
     modes = {f"pooling_mode_{name}": each == kind for name, each in
@@ -72,15 +75,26 @@ def write_pooling(folder: Path, kind: Pooling, width: int) -> None:
     (folder / "modules.json").write_text(json.dumps(entries, indent=2), "utf-8")
 
 
+def write_class_names(folder: Path, names: Sequence[str]) -> None:
+    """Name the classes in the ``config.json`` of a classifier's folder."""
+    file = folder / "config.json"
+    values = read_json(file)
+    values |= {
+        "id2label": {str(i): name for i, name in enumerate(names)},
+        "label2id": {n: i for i, n in enumerate(names)},
+    }
+    file.write_text(json.dumps(values, indent=2) + "\n", "utf-8")
+
+
 def _read_modules(file: Path, with_kind: bool) -> tuple[Pooling | None, bool]:
     kind: Pooling | None = None
     normalize = False
     try:
         modules = json.loads(file.read_text("utf-8"))
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file} is not JSON: {error}; fetch it again") from None
+        raise CheckpointError(f"{file} is not JSON: {error}; download it again") from None
     if not isinstance(modules, list) or not all(isinstance(each, dict) for each in modules):
-        raise CheckpointError(f"{file} is no list of modules; fetch it again")
+        raise CheckpointError(f"{file} is not a list of modules; download it again")
     for module in modules:
         name = str(module.get("type", "")).rpartition(".")[2]
         if name == "Pooling" and with_kind:
@@ -102,8 +116,8 @@ def _pooling_kind(file: Path) -> Pooling:
     chosen: list[Pooling] = [_KINDS[name] for name in found if name in _KINDS]
     if len(chosen) != 1 or len(found) != 1:
         raise CheckpointError(
-            f"{file} pools by {' and '.join(found) or 'nothing'}; implemented are one of mean, cls and lasttoken: "
-            "choose one with --serve.pooling if other vectors will do"
+            f"{file} pools by {' and '.join(found) or 'nothing'}; only mean, cls or lasttoken is implemented: choose "
+            "one with --serve.pooling if different vectors are acceptable"
         )
     return chosen[0]
 
@@ -114,7 +128,7 @@ def _labels(config: dict[str, Any], file: Path) -> tuple[str, ...]:
         return ()
     keys = [str(i) for i in range(len(names))] if isinstance(names, dict) else []
     if not keys or set(names) != set(keys) or not all(isinstance(name, str) for name in names.values()):
-        raise CheckpointError(f"{file} sets 'id2label' to no object of names by the numbers 0, 1, …; correct it")
+        raise CheckpointError(f"{file} has an 'id2label' that does not map the numbers 0, 1, … to names; fix it")
     return tuple(names[key] for key in keys)
 
 
@@ -126,7 +140,7 @@ def _activation(config: dict[str, Any], file: Path) -> ClassActivation | None:
     if name is not None:
         known: dict[str, ClassActivation] = {"Identity": "identity", "Sigmoid": "sigmoid"}
         if (kind := known.get(str(name).rpartition(".")[2])) is None:
-            raise CheckpointError(f"{file} names the activation {name!r}; Identity and Sigmoid are implemented")
+            raise CheckpointError(f"{file} names the activation {name!r}; only Identity and Sigmoid work")
         return kind
     problems: dict[object, ClassActivation] = {
         "multi_label_classification": "sigmoid", "single_label_classification": "softmax", "regression": "identity",

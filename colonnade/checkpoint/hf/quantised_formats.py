@@ -78,7 +78,7 @@ class MatrixFormat(Protocol):
 
     @property
     def marker(self) -> str:
-        """The ending of the tensor that shows that a matrix is stored so."""
+        """The ending of the tensor that identifies a matrix in this format."""
         ...
 
     @property
@@ -87,7 +87,7 @@ class MatrixFormat(Protocol):
         ...
 
     def shape(self, raw: RawTensors, stem: str) -> Shape:
-        """(F, D); raises :class:`CheckpointError` for tensors that do not belong together."""
+        """(F, D); raises :class:`CheckpointError` for tensors that do not match."""
         ...
 
     def form(self, raw: RawTensors, stem: str) -> StoredFormat | None:
@@ -200,7 +200,7 @@ class Scaled:
 
     @property
     def endings(self) -> tuple[str, ...]:
-        """Values, scales, and what only quantises activations."""
+        """Values, scales, and tensors that only quantise activations."""
         return (".weight", self.marker, ".weight_zero_point", ".input_scale", ".input_zero_point")
 
     def shape(self, raw: RawTensors, stem: str) -> Shape:
@@ -254,7 +254,7 @@ class Gptq:
 
     group: int | None
     first_zero: int
-    """What is added to a stored zero point: 1 in version 1."""
+    """Added to a stored zero point: 1 in version 1."""
     marker: str = ".qweight"
     endings: tuple[str, ...] = (".qweight", ".qzeros", ".scales", ".g_idx")
 
@@ -273,7 +273,7 @@ class Gptq:
             order = raw.read_raw(f"{stem}.g_idx", ((0, D),)).long()
             if not torch.equal(order, torch.arange(D) // (self.group or D)):
                 raise CheckpointError(
-                    f"{raw.file_of(stem)}: the groups of '{stem}' are in the order of activations (g_idx, desc_act); "
+                    f"{raw.file_of(stem)}: the groups of '{stem}' are in activation order (g_idx, desc_act); "
                     "use a file that was made with desc_act false"
                 )
         return F, D

@@ -1,7 +1,7 @@
 """The tensors of a Hugging Face folder whose matrices are quantised, and the parsing of its quantization_config.
 
-Read are compressed-tensors (pack-quantized, int-quantized, float-quantized, mxfp4-pack-quantized), GPTQ, AWQ and
-DeepSeek's float8 blocks. Each matrix shows under its usual name, NAME.weight, in its usual shape.
+Supported are compressed-tensors (pack-quantized, int-quantized, float-quantized, mxfp4-pack-quantized), GPTQ, AWQ and
+DeepSeek's float8 blocks. Each matrix appears under its usual name, NAME.weight, in its usual shape.
 """
 
 from collections.abc import Mapping
@@ -28,9 +28,9 @@ METHODS = ("compressed-tensors", "gptq", "awq", "fp8")
 
 
 class QuantisedSource:
-    """Tensors of ``raw``, of which those in ``format`` are quantised matrices.
+    """Tensors of ``raw``; those in ``format`` are quantised matrices.
 
-    Raises :class:`CheckpointError` for components that do not belong together.
+    Raises :class:`CheckpointError` for components that do not match.
     """
 
     def __init__(self, raw: RawTensors, format: MatrixFormat):
@@ -86,7 +86,7 @@ def parse_quantization(raw: object, file: str) -> MatrixFormat:
         return _compressed_tensors(raw, file)
     if method == "gptq":
         if raw.get("bits") != 4:
-            raise _refuse(file, f"has GPTQ weights of {raw.get('bits')!r} bits, and only 4 are read")
+            raise _refuse(file, f"has GPTQ weights of {raw.get('bits')!r} bits, and only 4 is supported")
         version2 = raw.get("checkpoint_format") == "gptq_v2"
         return Gptq(_group(raw.get("group_size"), file), 0 if version2 else 1)
     if method == "awq":
@@ -101,13 +101,13 @@ def parse_quantization(raw: object, file: str) -> MatrixFormat:
         if not (isinstance(block, list) and len(block) == 2 and all(isinstance(n, int) and n > 0 for n in block)):
             raise _refuse(file, f"has weight_block_size {block!r}, not two positive numbers")
         return Scaled(marker=".weight_scale_inv", block=(block[0], block[1]))
-    raise _refuse(file, f"has the method {method!r}, and {', '.join(METHODS)} are read")
+    raise _refuse(file, f"has the method {method!r}, and only {', '.join(METHODS)} are supported")
 
 
 def _compressed_tensors(raw: Mapping[str, Any], file: str) -> MatrixFormat:
     groups = raw.get("config_groups")
     if not isinstance(groups, Mapping) or len(groups) != 1:
-        raise _refuse(file, "has other than one config_groups entry, and matrices of one format are read")
+        raise _refuse(file, "does not have exactly one config_groups entry, and all matrices must have one format")
     (group,) = groups.values()
     weights = group.get("weights") if isinstance(group, Mapping) else None
     if not isinstance(weights, Mapping):
@@ -116,7 +116,7 @@ def _compressed_tensors(raw: Mapping[str, Any], file: str) -> MatrixFormat:
     bits, symmetric = weights.get("num_bits"), weights.get("symmetric", True)
     strategy = weights.get("strategy")
     if weights.get("actorder") == "group":
-        raise _refuse(file, "has groups in the order of activations (actorder group); use a file without")
+        raise _refuse(file, "has groups in activation order (actorder group); use a file without")
     size = weights.get("group_size") if strategy == "group" else None
     if strategy == "group" and format != "mxfp4-pack-quantized" and _group(size, file) is None:
         raise _refuse(file, f"has groups of {size!r} inputs")
@@ -132,7 +132,7 @@ def _compressed_tensors(raw: Mapping[str, Any], file: str) -> MatrixFormat:
         block = weights.get("block_structure")
         if isinstance(block, list) and len(block) == 2 and all(isinstance(n, int) and n > 0 for n in block):
             return Scaled(block=(block[0], block[1]))
-    raise _refuse(file, f"has {bits!r} bits in the format {format!r} by {strategy!r}, which is not read")
+    raise _refuse(file, f"has {bits!r} bits in the format {format!r} by {strategy!r}, which is not supported")
 
 
 def _group(size: object, file: str) -> int | None:

@@ -1,7 +1,7 @@
 """Qwen2 and 2.5 (arXiv 2407.10671) and Qwen3 (arXiv 2505.09388), dense and with experts.
 
     qwen2        Llama with query, key and value biases; the upper layers may have a sliding window
-    qwen3        Llama with an RMSNorm on each query and key head, and a head width of its own
+    qwen3        Llama with an RMSNorm on each query and key head, and a separate head width
     qwen2_moe    Qwen1.5-MoE and Qwen2-57B: small experts, and a shared expert for every token behind a gate σ(w·x)
     qwen3_moe    Qwen3-30B-A3B and 235B-A22B: small experts, query and key norms, no shared expert
 
@@ -45,7 +45,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 def window_from_hf(keys: ConfigKeys, layers: int) -> dict[str, Any]:
     """Reads ``window`` and ``window_from_layer`` from Qwen's four keys.
 
-    Only "full attention first, then a window" can be expressed. Without ``use_sliding_window`` the window's size and
+    Only "full attention first, then a window" can be represented. Without ``use_sliding_window`` the window's size and
     first layer have no effect.
     """
     size = keys.size("sliding_window", 4096, null=None)

@@ -28,7 +28,7 @@ FLOATS = ("F64", "F32", "F16", "BF16")
 
 
 class HFFolder:
-    """A Hugging Face folder: reads :attr:`config` and tensor shapes at once, values in :meth:`load_weights`.
+    """A Hugging Face folder: reads :attr:`config` and tensor shapes immediately, values in :meth:`load_weights`.
 
     Raises :class:`CheckpointError` for a folder that is incomplete, damaged or of an unknown family.
     """

@@ -79,13 +79,13 @@ def _scaling(keys: ConfigKeys, name: str, table: dict[str, Any], context: int) -
     """Reads ``rope_scaling`` and ``context`` from one of :data:`TABLES`."""
     kind = table.get("rope_type", table.get("type", "default"))
     if kind != "default" and (not isinstance(kind, str) or kind not in FIELDS):
-        known_kinds = f"known kinds are default, {', '.join(FIELDS)}"
+        known_kinds = f"supported kinds: default, {', '.join(FIELDS)}"
         raise keys.refuse(name, REFUSED.get("longrope" if kind == "su" else str(kind), known_kinds))
     known = FIELDS.get(kind, {})
     if unknown := table.keys() - set(known.values()) - OTHER_KEYS:
-        raise keys.refuse(name, f"the setting '{min(unknown)}' of kind '{kind}' is not known")
+        raise keys.refuse(name, f"the setting '{min(unknown)}' of kind '{kind}' is not supported")
     if nulls := [key for key in table if table[key] is None and key not in NULLABLE]:
-        raise keys.refuse(name, f"its setting '{nulls[0]}' is null; give a value or remove it")
+        raise keys.refuse(name, f"its setting '{nulls[0]}' is null; set a value or remove it")
     if kind == "default":
         return {"context": context}
     values: dict[str, Any] = {"kind": kind}

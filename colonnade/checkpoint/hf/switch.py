@@ -1,10 +1,10 @@
 """Switch Transformers (arXiv 2101.03961): T5 1.0 with a mixture of experts in some blocks of each stack.
 
     experts in block i with i mod step = 1, step = blocks // sparse blocks of the stack (step 1: in all)
-    one expert a token, the most probable, at the weight of its probability in float32
+    one expert per token, the most probable, weighted by its probability in float32
     an expert takes ``expert_capacity`` tokens of a sequence, first come; the others get 0
 
-The capacity is that of a sequence whatever else is in the batch. A decoder that runs one token at a time drops none.
+The capacity is per sequence, whatever else is in the batch. A decoder that runs one token at a time drops none.
 transformers pools the router's losses over all layers; ours are sums over the layers.
 """
 
@@ -19,7 +19,7 @@ from colonnade.errors import CheckpointError
 
 
 def _feed_forward(ours: str, theirs: str) -> MappingTable:
-    """Mappings of a dense part and of a mixture of experts, of which a block has one."""
+    """Mappings of a dense part and of a mixture of experts; a block has one of them."""
     mlp = f"{theirs}mlp."
     return {
         f"{ours}.ffn.up.weight": ParamMapping(f"{mlp}wi.weight"),
@@ -36,7 +36,7 @@ TABLE: MappingTable = {
 
 
 def _step(keys: ConfigKeys, stack: str, layers: int) -> int:
-    """Every how many blocks of a stack one has experts."""
+    """The interval between blocks with experts in a stack."""
     sparse = keys.size(f"num_sparse_{stack}_layers", 3, minimum=0)
     if sparse > layers:
         raise keys.refuse(f"num_sparse_{stack}_layers", f"the stack has {layers} blocks")
@@ -47,7 +47,7 @@ def _step(keys: ConfigKeys, stack: str, layers: int) -> int:
 
 def _from_hf(keys: ConfigKeys) -> ModelConfig:
     fields = common_from_hf(keys)
-    keys.must_be("router_bias", False, "a bias of the router is not implemented for this family")
+    keys.must_be("router_bias", False, "a router bias is not implemented for this family")
     keys.must_be("router_type", "tokens_masked", "this routing is not implemented")
     keys.must_be("feed_forward_proj", "relu", "published models have relu")
     keys.must_be("is_gated_act", False, "gated experts are not implemented for this family")
@@ -89,7 +89,7 @@ def _sparse(with_experts: list[int], layers: int) -> int:
         if with_experts == [i for i in range(layers) if step == 1 or i % step == 1]:
             return sparse
     raise CheckpointError(
-        f"'switch_transformers' files cannot express experts in blocks {with_experts} of {layers}; write --format "
+        f"'switch_transformers' files cannot represent experts in blocks {with_experts} of {layers}; write --format "
         "colonnade, or train with experts in every n-th block from block 1 on"
     )
 

@@ -1,7 +1,7 @@
 """T5 (arXiv 1910.10683) and T5 1.1: an encoder–decoder with relative position biases, RMSNorm and no biases.
 
     v1.0    ReLU; the output projection is the embedding, and the last hidden state is multiplied by D^-½
-    v1.1    gated GELU; an output projection of its own, no factor
+    v1.1    gated GELU; a separate output projection, no factor
 
 Transformers 5 writes ``tie_word_embeddings: true`` for both: its factor is ``scale_decoder_outputs``, and older files
 have the factor where ``tie_word_embeddings`` is not false. Whether the projection is tied is decided by the tensors:

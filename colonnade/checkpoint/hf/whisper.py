@@ -1,4 +1,4 @@
-"""Whisper (arXiv 2212.04356): an encoder of spectrograms, LayerNorm, GELU, biases everywhere but on keys.
+"""Whisper (arXiv 2212.04356): an encoder of spectrograms, LayerNorm, GELU, biases everywhere except on keys.
 
 Our biases of keys are read as 0 and not written: they cancel in the softmax. Encoder positions are stored sinusoids.
 """

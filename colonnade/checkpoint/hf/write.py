@@ -1,7 +1,7 @@
 """Writes a Hugging Face folder from any layout, which ``transformers`` loads with the same results.
 
 Parameters are gathered over the ranks one at a time and converted to the family's tensors on the writing rank, which
-needs memory for one file beside the model. The folder is written atomically
+needs memory for one file in addition to the model. The folder is written atomically
 (:mod:`colonnade.checkpoint.atomic_folder`).
 """
 
@@ -37,7 +37,7 @@ MESSAGE_BYTES = 2048
 
 
 class TokenizerWithIds(Protocol):
-    """What this module needs of a tokenizer (:class:`colonnade.data.tokenizer.Tokenizer`)."""
+    """The tokenizer interface that this module uses (:class:`colonnade.data.tokenizer.Tokenizer`)."""
 
     @property
     def bos_id(self) -> int | None:
@@ -67,7 +67,7 @@ def write_hf(
 
     ``dtype`` is the dtype on disk (by default the parameters' own); ``shard_bytes`` the largest file, unless a single
     parameter is larger; ``overwrite`` replaces an existing model. Raises :class:`CheckpointError`, on all ranks, when
-    the folder exists already or cannot be written, or when the family cannot express the model; no file is left then.
+    the folder exists already or cannot be written, or when the family cannot represent the model; no file is left then.
     """
     if shard_bytes < 1:
         raise ConfigError(f"shard_bytes {shard_bytes} is not positive; 5000000000 is usual")
@@ -75,7 +75,7 @@ def write_hf(
     dtype = dtype or next(model.parameters()).dtype
     if (moe := model.config.moe) is not None and moe.merged:
         raise CheckpointError(
-            f"'{model.config.family}' files cannot express that {moe.experts} experts are merged into {moe.merged}; "
+            f"'{model.config.family}' files cannot represent that {moe.experts} experts are merged into {moe.merged}; "
             "write --format colonnade"
         )
     if any(weight.kind == "ternary" for weight in quantised_parameters(model).values()):
@@ -161,7 +161,7 @@ def _compress(model: Transformer, mappings: Mapping[str, ParamMapping]) -> dict[
         return {}
     if (ranks := model.axes.tp.size * model.axes.experts.tokens.size) > 1:
         raise ConfigError(
-            f"quantised weights are written for transformers by one process, and these are spread over {ranks}; load "
+            f"quantised weights are written for transformers by one process, and these are sharded over {ranks}; load "
             "the model without a plan, or write --format colonnade"
         )
     symmetric = is_symmetric(weights.values())
@@ -207,7 +207,7 @@ def _finish(path: Path, texts: Mapping[str, Any], tokenizer: TokenizerWithIds | 
 
 
 def _special_ids(tokenizer: TokenizerWithIds | None) -> dict[str, Any]:
-    """Written even when unknown, because the config classes of transformers have defaults of their own."""
+    """Written even when unknown, because the config classes of transformers have their own defaults."""
     eos_ids = list(tokenizer.eos_ids) if tokenizer else []
     return {
         "bos_token_id": tokenizer.bos_id if tokenizer else None,

@@ -1,12 +1,12 @@
 """Quantised matrices as compressed-tensors files, which transformers (with its package) and vLLM read.
 
-    int4      pack-quantized: eight values in a word, a scale per group, zero points if the grid has any
+    int4      pack-quantized: eight values per word, a scale per group, zero points if the grid has any
     int8      pack-quantized, 8 bits, a scale per row
     float8    float-quantized, a scale per row
     int8_dynamic    int-quantized ("W8A8"), a scale per row, and one per token for the inputs
 
-Only the blocks' matrices are written so; an output projection, tied or not, is dequantised, as is usual there. int4 on
-the affine grid has no integer zero points and is refused.
+Only the blocks' matrices are written this way; an output projection, tied or not, is dequantised, as is usual there.
+int4 on the affine grid has no integer zero points and is refused.
 """
 
 from collections.abc import Iterable, Mapping
@@ -23,14 +23,16 @@ from colonnade.kernels.linear.quantise import Quantised, unpack_int4
 
 
 def written_quantised(quantised: Mapping[str, Quantised]) -> dict[str, Quantised]:
-    """Those of a model's quantised parameters that are written so; raises :class:`ConfigError` for mixed formats."""
+    """The model's quantised parameters that are written this way; raises :class:`ConfigError` for mixed formats."""
     found = {name: weight for name, weight in quantised.items() if name.startswith("blocks.")}
     if grouped := next((name for name, weight in found.items() if weight.has_int8_groups), None):
-        raise ConfigError(f"'{grouped}' is int8 in groups, which is not written so; use --format colonnade or gguf")
+        raise ConfigError(
+            f"'{grouped}' is int8 in groups, which this format does not support; use --format colonnade or gguf"
+        )
     if formats := {(weight.kind, weight.group if weight.kind == "int4" else 0) for weight in found.values()}:
         if len(formats) > 1:
             raise ConfigError(
-                f"the model mixes the formats {sorted(formats)}, and one is written; use --format colonnade"
+                f"the model mixes the formats {sorted(formats)}, and only one can be written; use --format colonnade"
             )
     return found
 
@@ -70,10 +72,12 @@ def quantization_config(weights: Mapping[str, Quantised], ignore: list[str]) -> 
 def write_quantised(
     name: str, weight: Quantised, mapping: ParamMapping, config: ModelConfig, *, symmetric: bool
 ) -> dict[str, Tensor]:
-    """Their tensors of parameter ``name``; raises :class:`ConfigError` for what the format cannot express."""
+    """The file's tensors of parameter ``name``; raises :class:`ConfigError` for what the format cannot represent."""
     if not mapping.keeps_inputs_last:
-        raise ConfigError(f"'{config.family}' files transpose '{name}', which compressed-tensors cannot express; "
-                          "write --format colonnade")  # fmt: skip
+        raise ConfigError(
+            f"'{config.family}' files transpose '{name}', which compressed-tensors cannot represent; write --format "
+            "colonnade"
+        )  # fmt: skip
     values = weight.values if weight.kind != "int4" else unpack_int4(weight)
     scale, zero = weight.scales, None
     if weight.kind == "int4":
@@ -121,8 +125,8 @@ def _scale_and_zero(name: str, weight: Quantised) -> tuple[Tensor, Tensor]:
     zero = (-low / scale).round()
     if not torch.equal(-zero * scale, low) or zero.min() < 0 or zero.max() > 15:
         raise ConfigError(
-            f"'{name}' has low values that are no multiples of its scales (--grid affine), which compressed-tensors "
-            "cannot express; compress with --grid symmetric or zero, or write --format colonnade"
+            f"'{name}' has low values that are not multiples of its scales (--grid affine), which compressed-tensors "
+            "cannot represent; compress with --grid symmetric or zero, or write --format colonnade"
         )
     return scale.bfloat16(), zero.int()  # every grid's scales are bfloat16 numbers
 

@@ -20,11 +20,11 @@ in both directions, and draws the same initial values from the same seeds. Nothi
 - ``num_experts_per_device=0.5`` is an expert on 2 devices; Tutel makes it one on 1. - With ``is_gshard_loss=False`` one
 expert has a loss of 0, not NaN. - Every degree also works inside a ``group``. -
 ``checkpoint.gather`` and ``checkpoint.scatter`` read files with ``weights_only=True``, support all sizes that the layer
-supports except ``llama_ffn`` experts whose D·F does not divide over their ranks, and join ``llama_ffn`` experts with
+supports except ``llama_ffn`` experts whose D·F cannot be divided over their ranks, and join ``llama_ffn`` experts with
 several per rank. - A state dict without an expert's parameter is an error, unless ``strict=False``; Tutel fills in
-zeros. - The dictionaries ``gate_type`` and ``experts`` are not changed, so two layers can be made of one. Unknown
+zeros. - The dictionaries ``gate_type`` and ``experts`` are not changed, so two layers can be created from one. Unknown
 options and
-  impossible degrees are errors at once, of :mod:`colonnade.errors`. ``model_dim`` may be odd.
+  impossible degrees immediately raise errors of :mod:`colonnade.errors`. ``model_dim`` may be odd.
 
 *Added.*
 
@@ -32,7 +32,7 @@ options and
   logit with the token's last noisy logit that is kept (Riquelme 2021, arXiv 2106.05974, appendix A). Tutel compares
   the expert's probability with that logit, and so does this layer by default, because programs were tuned with it.
 
-*Left out.*
+*Omitted.*
 
 - Environment variables (SKIP_MOE, SKIP_EXPERT, SKIP_A2A, CAP_FACTOR, BATCH_PRIO, LOCAL_SIZE, …) are not read: pass the
   arguments; NUMA_TYPE is the argument of ``system.init_affinity_at_program_beginning``. Processes are started by

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 def _function(activation_fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     if not callable(activation_fn):
         raise ConfigError(
-            f"activation_fn is {activation_fn!r}; give a function of a tensor, such as torch.nn.functional.gelu"
+            f"activation_fn is {activation_fn!r}; pass a function of a tensor, such as torch.nn.functional.gelu"
         )
     return activation_fn
 
@@ -54,7 +54,7 @@ class FusedExpertsNetwork(nn.Module):
         super().__init__()
         if hidden_size_per_expert % sharded_count:
             raise PlanError(
-                f"{hidden_size_per_expert} hidden units of an expert do not divide over its {sharded_count} ranks; "
+                f"{hidden_size_per_expert} hidden units of an expert cannot be divided over its {sharded_count} ranks; "
                 "change hidden_size_per_expert"
             )
         if activation_fn is not None and activation_fn_with_self is not None:
@@ -199,7 +199,7 @@ def make_experts(options: dict[str, Any], model_dim: int, local: int, sharded: i
     if kind == "custom":
         module = options.pop("module", None)
         if module is None:
-            raise ConfigError("experts of type 'custom' need a class; give experts={'module': …}")
+            raise ConfigError("experts of type 'custom' need a class; pass experts={'module': …}")
     elif kind in EXPERTS:
         module = EXPERTS[kind]
     else:
@@ -211,7 +211,7 @@ def make_experts(options: dict[str, Any], model_dim: int, local: int, sharded: i
     options |= {"model_dim": model_dim, count: local, "sharded_count": sharded}
     if kind != "custom":
         if "hidden_size_per_expert" not in options:
-            raise ConfigError(f"experts of type '{kind}' have no size; give experts={{'hidden_size_per_expert': …}}")
+            raise ConfigError(f"experts of type '{kind}' have no size; pass experts={{'hidden_size_per_expert': …}}")
         for name in options:
             if name not in names:
                 raise ConfigError(f"experts of type '{kind}' have no option '{name}'" + did_you_mean(name, list(names)))
@@ -223,11 +223,11 @@ def make_gate(kind: Any, model_dim: int, experts: int) -> nn.Module:
     if isinstance(kind, str) and (old := re.fullmatch(r"Top(\d+)Gate", kind)):
         kind = {"type": "top", "k": int(old[1])}
     if not isinstance(kind, Mapping):
-        raise ConfigError(f"gate_type {kind!r} is no description of a gate; give {{'type': 'top', 'k': 2}}")
+        raise ConfigError(f"gate_type {kind!r} does not describe a gate; use {{'type': 'top', 'k': 2}}")
     options = dict(kind)
     name = options.pop("type", None)
     if name == "custom" and "module" not in options:
-        raise ConfigError("a gate of type 'custom' needs a class; give gate_type={'module': …}")
+        raise ConfigError("a gate of type 'custom' needs a class; pass gate_type={'module': …}")
     if name != "custom" and name not in GATES:
         raise ConfigError(f"there is no gate of type '{name}'" + did_you_mean(str(name), [*GATES, "custom"]))
     module = options.pop("module") if name == "custom" else GATES[name]

@@ -93,7 +93,7 @@ def load_importance_loss(
     probabilities p, as in Tutel, or the logits, as in the paper.
     """
     if gate_noise <= 0:
-        raise ConfigError("is_gshard_loss=False counts the load under noise; give the gate a gate_noise above 0")
+        raise ConfigError("is_gshard_loss=False computes the load under noise; set the gate's gate_noise above 0")
     logits_TE = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))
     probs_TE = logits_TE.softmax(1)
     compared_TE = logits_TE if load_loss_input == "logits" else probs_TE

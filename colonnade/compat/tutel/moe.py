@@ -70,7 +70,7 @@ class MOELayer(nn.Module):
         """
         super().__init__()
         if not experts:
-            raise ConfigError("no experts; give experts={'type': 'ffn', 'hidden_size_per_expert': …}")
+            raise ConfigError("no experts; pass experts={'type': 'ffn', 'hidden_size_per_expert': …}")
         if load_loss_input not in (inputs := ["probabilities", "logits"]):
             raise ConfigError(
                 f"there is no load_loss_input '{load_loss_input}'" + did_you_mean(load_loss_input, inputs)
@@ -111,7 +111,7 @@ class MOELayer(nn.Module):
             self.gates.append(make_gate(kind, model_dim, self._count))
             if not is_gshard_loss and self.gates[i].gate_noise <= 0:  # pyrefly: ignore[unsupported-operation]
                 raise ConfigError(
-                    "is_gshard_loss=False counts the load under noise; give the gate a gate_noise above 0"
+                    "is_gshard_loss=False computes the load under noise; set the gate's gate_noise above 0"
                 )
         _seed(seeds, 0, 2)
 
@@ -119,18 +119,18 @@ class MOELayer(nn.Module):
 
     @staticmethod
     def global_expert_count(num_local_experts: float, group: Group = None) -> int:
-        """E of n experts a rank: n·W; of −k, or 1/k: W/k. Raises :class:`PlanError` if that is not an integer."""
+        """E for n experts per rank: n·W; for −k, or 1/k: W/k. Raises :class:`PlanError` if that is not an integer."""
         world, n = axis_of(group).size, num_local_experts
         if 0 < n < 1:
             n = -round(1 / n)
         if n == 0 or n != int(n):
             raise PlanError(
-                f"{num_local_experts} experts a device: give a whole number, or -k (1/k) for k devices each"
+                f"{num_local_experts} experts per device: use a whole number, or -k (1/k) for k devices per expert"
             )
         if n > 0:
             return int(n) * world
         if world % int(-n):
-            raise PlanError(f"{world} ranks do not divide by {int(-n)} ranks an expert; use a divisor of {world}")
+            raise PlanError(f"{world} ranks are not divisible by {int(-n)} ranks per expert; use a divisor of {world}")
         return world // int(-n)
 
     @property
@@ -152,7 +152,7 @@ class MOELayer(nn.Module):
     def _valid(self, degree: int) -> int:
         if degree not in self.valid_rs:
             raise PlanError(
-                f"{self.sharded_count} ranks an expert allow degrees {self.valid_rs}, not {degree}; use one of these"
+                f"{self.sharded_count} ranks per expert allow degrees {self.valid_rs}, not {degree}; use one of these"
             )
         return degree
 
@@ -199,10 +199,10 @@ class MOELayer(nn.Module):
         Raises :class:`ConfigError` and :class:`PlanError` for impossible arguments.
         """
         if input.dim() < max(2, reserve_dims + 1):
-            raise ConfigError(f"an input of shape {tuple(input.shape)}; give (tokens …, {self.model_dim})")
+            raise ConfigError(f"an input of shape {tuple(input.shape)}; pass (tokens …, {self.model_dim})")
         if not 0 <= gate_index < len(self.gates):
             raise ConfigError(
-                f"there is no gate {gate_index} among {len(self.gates)}; give gate_index 0 to {len(self.gates) - 1}"
+                f"there is no gate {gate_index} among {len(self.gates)}; use gate_index 0 to {len(self.gates) - 1}"
             )
         if a2a_ffn_overlap_degree is not None:
             self.a2a_ffn_overlap_degree = _overlap(a2a_ffn_overlap_degree)
@@ -254,7 +254,7 @@ class MOELayer(nn.Module):
 
             top_k = getattr(gate, "top_k", None) if top_k is None else top_k  # pyrefly: ignore[bad-assignment]
             if top_k is None:
-                raise ConfigError("the gate has no top_k; set it, or give top_k with the call")
+                raise ConfigError("the gate has no top_k; set it, or pass top_k with the call")
             rows = max(self.megablocks_size, 1)
             factor = float(gate.capacity_factor if factor is None else factor)  # pyrefly: ignore[bad-argument-type]
             gathered = self.sharded_count > 1 or not self.adaptive_degree
@@ -310,12 +310,12 @@ class MOELayer(nn.Module):
 
 def _overlap(parts: int) -> int:
     if parts < 1:
-        raise ConfigError(f"a2a_ffn_overlap_degree={parts}: 1 is none, more are parts")
+        raise ConfigError(f"a2a_ffn_overlap_degree={parts}: use 1 for no overlap, or the number of parts")
     return parts
 
 
 def _multiple(rows: int, shards: int) -> int:
-    """Return the multiple to which C is rounded: above 256 in steps of 128 that divide over the ``shards``."""
+    """Return the multiple to which C is rounded: above 256 in steps of 128 that can be divided over the ``shards``."""
     if rows <= 256:
         return rows
     rows = -(-rows // 128) * 128

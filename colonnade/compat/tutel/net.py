@@ -136,7 +136,7 @@ def create_groups_from_world(group_count: int, include_init: str | None = None, 
     many = group_count if group_count > 0 else axis.size // max(1, -group_count)
     if many < 1 or axis.size % many or (group_count < 0 and many * -group_count != axis.size) or not group_count:
         raise PlanError(
-            f"{axis.size} ranks do not divide into "
+            f"{axis.size} ranks cannot be divided into "
             + (f"{group_count} groups" if group_count >= 0 else f"groups of {-group_count}")
             + f"; use a divisor of {axis.size}"
         )
@@ -211,8 +211,8 @@ def batch_all_to_all_v(
     sizes = torch.as_tensor(partition_sizes, dtype=torch.int64, device=device)
     if sizes.numel() != axis.size or int(sizes.sum()) != datas[0].numel():
         raise ConfigError(
-            f"partition sizes {sizes.tolist()} for {axis.size} ranks and {datas[0].numel()} elements; give one a rank, "
-            "which add up"
+            f"partition sizes {sizes.tolist()} for {axis.size} ranks and {datas[0].numel()} elements; pass one per "
+            "rank, with the right sum"
         )
     received = simple_all_to_all(sizes, group)
     send, receive = sizes.tolist(), received.tolist()
@@ -264,13 +264,13 @@ def all_to_all_single(input: Tensor, group: Group = None) -> Tensor:  # noqa: A0
 
 
 def all_gather(input: Tensor, dim: int, fused: bool = False, group: Group = None) -> Tensor:  # noqa: A002
-    """The parts of all ranks, of one shape, joined along ``dim``; ``fused``: whose gradients are summed."""
+    """The parts of all ranks, of one shape, joined along ``dim``; ``fused``: its gradients are summed."""
     axis = axis_of(group)
     return (axis.gather if fused else axis.join)(input, dim, input.shape[dim] * axis.size)
 
 
 def zero_gather(input: Tensor, full_shape: Sequence[int] | None = None, group: Group = None) -> Tensor:  # noqa: A002
-    """A tensor of ``full_shape`` of which each rank has a part of the elements; by default the rows of all ranks."""
+    """A tensor of ``full_shape``; each rank has a part of its elements, by default the rows of all ranks."""
     axis = axis_of(group)
     whole = axis.gather(input, 0, input.shape[0] * axis.size)
     if full_shape is None:
@@ -325,4 +325,4 @@ def _sum(op: Any) -> None:
 
 def _even(x: Tensor, dim: int, axis: Axis) -> None:
     if x.shape[dim] % axis.size:
-        raise PlanError(f"{x.shape[dim]} rows along dimension {dim} do not divide over {axis.size} ranks")
+        raise PlanError(f"{x.shape[dim]} rows along dimension {dim} are not divisible by {axis.size} ranks")

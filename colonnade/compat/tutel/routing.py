@@ -62,7 +62,7 @@ def route(
     """
     T, E = scores.shape
     if top_k < 1:
-        raise ConfigError(f"top_k={top_k}: a token goes to 1 expert at least")
+        raise ConfigError(f"top_k={top_k}: a token goes to at least 1 expert")
     ids_TA = scores.topk(min(top_k, E), dim=1).indices
     weights_TA = scores.gather(1, ids_TA)
     l_aux = None if loss_fn is None else loss_fn(scores, ids_TA)
@@ -83,7 +83,7 @@ def route(
     C = capacity(capacity_factor, ids_TA.shape[1], T, E, largest, alignment)
     if T and not C:
         raise ConfigError(
-            f"a capacity factor of {capacity_factor:g} leaves no place for {T} tokens in {E} experts; raise it"
+            f"a capacity factor of {capacity_factor:g} leaves no room for {T} tokens in {E} experts; raise it"
         )
     by_choice = [
         list(x_TA.to(kind).unbind(1))
@@ -98,8 +98,8 @@ def _check_same(same: Mapping[str, float], extremes: Sequence[float]) -> None:
         low = 0 - negated
         if high != low:
             raise PlanError(
-                f"ranks that share experts differ in {name}: {low:g} to {high:g}, {mine:g} on this one; give all of "
-                "them the same"
+                f"ranks that share experts differ in {name}: {low:g} to {high:g}, {mine:g} on this one; set the same "
+                "on all of them"
             )
 
 
@@ -111,7 +111,7 @@ def get_dispatch_count(critial_data: Critical) -> Tensor:
 def fast_cumsum_sub_one(data: Tensor, dim: int = 0) -> Tensor:
     """For each 1 in a column of ``data``, count those above it."""
     if data.dim() != 2 or dim != 0:
-        raise ConfigError(f"fast_cumsum_sub_one counts down the columns of a matrix, not dim {dim} of {data.dim()}")
+        raise ConfigError(f"fast_cumsum_sub_one counts along the columns of a matrix, not dim {dim} of {data.dim()}")
     return data.cumsum(0) - 1
 
 

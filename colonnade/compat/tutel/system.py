@@ -101,7 +101,7 @@ class LocalCache:
 
     @classmethod
     def get(cls, key: Any = None) -> Any:
-        """The value of ``key``, or all of them where there is none."""
+        """The value of ``key``, or all of them if there is none."""
         return cls._values[key] if key in cls._values else list(cls._values.values())
 
 

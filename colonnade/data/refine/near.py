@@ -1,4 +1,4 @@
-"""Decides which of several similar documents to keep.
+"""Selects which of several similar documents to keep.
 
 Documents are visited by (rank of their source, hash of their text). A document is removed if its similarity to a kept
 document exceeds the threshold, and kept otherwise. So no two kept documents are similar, and each removed one has a

@@ -165,7 +165,7 @@ class SignedParts:
 
 
 class Near(Stage):
-    """Decides which documents of its components to remove."""
+    """Selects which documents of its components to remove."""
 
     name = "near"
 

@@ -66,7 +66,7 @@ class Report:
     def summary(self) -> str:
         """``"100 documents read; length removed 20, exact 3, near 2"``."""
         parts = [f"{step} removed {number:,}" for step, (number, _) in self.removed.items() if number]
-        pieces = f"; {plural(self.pieces, 'piece')} of cut documents stay" if self.pieces else ""
+        pieces = f"; {plural(self.pieces, 'piece')} of cut documents are kept" if self.pieces else ""
         return f"{plural(self.read, 'document')} read; {', '.join(parts) or 'nothing was removed'}{pieces}"
 
     @property
@@ -151,7 +151,7 @@ def html(report: Report, removed: Path) -> str:
         names = {f"{1 << k >> 1:,}": v for k, v in report.lengths.items()}
         parts.append(
             html_report.plot(
-                "Documents that stay, by characters (from this many, to twice as many)",
+                "Documents that are kept, by characters (from this many, to twice as many)",
                 lambda axes: _bars(axes, names, upright=True),
             )
         )
@@ -159,7 +159,8 @@ def html(report: Report, removed: Path) -> str:
         numbers = {k / 100: v for k, v in report.similarities.items()}
         parts.append(
             html_report.plot(
-                "Near copies, by Jaccard similarity to the document that stays", lambda axes: _histogram(axes, numbers)
+                "Near copies, by Jaccard similarity to the document that is kept",
+                lambda axes: _histogram(axes, numbers),
             )
         )
     if report.overlap:
@@ -168,8 +169,9 @@ def html(report: Report, removed: Path) -> str:
         parts += [
             html_report.heading("Test sets in the corpus"),
             html_report.paragraph(
-                "The share of a test set's distinct 8-grams that occur in the documents that stay. Decontamination "
-                f"cuts longer matches that occur fewer than {report.recipe['common']:,} times; common phrases stay."
+                "The share of a test set's distinct 8-grams that occur in the documents that are kept. "
+                f"Decontamination cuts longer matches that occur fewer than {report.recipe['common']:,} times; common "
+                "phrases are kept."
             ),
             html_report.table(("test set", "found", "8-grams", "share"), rows),
             html_report.plot("8-grams of test sets found in the corpus [%]", lambda axes: _bars(axes, shares)),

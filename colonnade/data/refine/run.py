@@ -98,8 +98,8 @@ class Local(LocalPipelineExecutor):
                 deepcopy(self)._run_for_rank(rank)
         except BrokenProcessPool:
             raise DataError(
-                "a process of the cleaning was killed, perhaps for want of memory; give the same command again, which "
-                "continues, with fewer --workers"
+                "a cleaning process was killed, perhaps because memory ran out; rerun the same command, which "
+                "resumes, with fewer --workers"
             ) from None
         finally:
             logger.enable("datatrove")
@@ -204,7 +204,7 @@ def _checked_report(out: Path) -> Report:
     shutil.rmtree(out / "work", ignore_errors=True)
     report = Report.read_folder(out)
     if not report.documents:
-        raise DataError(f"no document stays: {report.summary()}; change the recipe")
+        raise DataError(f"no document is kept: {report.summary()}; change the recipe")
     return report
 
 
@@ -220,7 +220,7 @@ def _run_remote(stages: list[tuple[str, list[PipelineStep], int]], executor: Exe
         if shutil.which("sbatch") is None:
             raise ConfigError("the executor slurm needs the program sbatch, which is not on the PATH of this machine")
         if missing := [name for name in ("partition", "time") if name not in executor.options]:
-            raise ConfigError(f"the executor slurm needs {' and '.join(missing)}; give --slurm.{missing[0]}")
+            raise ConfigError(f"the executor slurm needs {' and '.join(missing)}; pass --slurm.{missing[0]}")
         from datatrove.executor import SlurmPipelineExecutor
 
         make = SlurmPipelineExecutor
@@ -236,8 +236,8 @@ def _run_remote(stages: list[tuple[str, list[PipelineStep], int]], executor: Exe
         last.run()
         if executor.kind == "ray" and (failed := last.get_incomplete_ranks()):
             raise DataError(
-                f"{plural(len(failed), 'task')} of the stage {name} failed; see {out / 'logs' / name}, and give the "
-                "same command again to continue"
+                f"{plural(len(failed), 'task')} of the stage {name} failed; see {out / 'logs' / name}, and rerun the "
+                "same command to resume"
             )
     return executor.kind == "slurm"
 
@@ -274,7 +274,7 @@ def _titles(recipe: Recipe) -> tuple[str, ...]:
         lines = Path(recipe.drop_titles).read_text("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(
-            f"cannot read the titles in {recipe.drop_titles}: {error}; give a file of one title a line"
+            f"cannot read the titles in {recipe.drop_titles}: {error}; use a file with one title per line"
         ) from None
     return tuple(stripped for each in lines if (stripped := each.strip()))
 

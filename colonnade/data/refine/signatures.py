@@ -4,8 +4,8 @@ r"""MinHash signatures in bands (Broder 1997; Leskovec, Mining of Massive Datase
 
 Two sets of Jaccard similarity J share a band of r hashes with probability J^r, and at least one of b bands with 1 − (1
 − J^r)^b: 99% at J = 0.7 for 25 bands of 5. Shingles are already uniform hashes, so multiplying their upper 32 bits by
-an odd number suffices. It is computed in blocks of shingles, so that a text needs 1 MB beside its shingles instead of a
-thousand bytes per shingle.
+an odd number suffices. It is computed in blocks of shingles, so that a text needs 1 MB in addition to its shingles
+instead of a thousand bytes per shingle.
 
 Band files have the format of datatrove's MinHash stages: for each document with shingles ``r`` hashes and the
 document's number, 32 bits each, sorted. datatrove's bucket stage reads them and finds the same buckets, but it keeps

@@ -2,7 +2,7 @@
 
 Each task reads and writes its own files. The stages:
 
-    read      a unit of input: mend, filter    -> sorted records, removed records
+    read      a unit of input: repair, filter    -> sorted records, removed records
     exact     a part of the ids: exact copies  -> records, shingles, bands of signatures
     buckets   a band                           -> documents with equal signatures in it
     group     one task                         -> connected components, a share for each part

@@ -180,7 +180,7 @@ def groups(
         return Group(tuple(sorted(requests)), min(max(0, first), end), end)
 
     def saving(group: Group) -> int:
-        """What sharing saves, in cost units times both numbers of workers."""
+        """The cost that sharing saves, in cost units times both numbers of workers."""
         keys = group.end - group.first
         if not keys:
             return 0

@@ -9,7 +9,7 @@ The backward takes the *final* o and lse, after all chunks were merged, so that 
 gradient and silently give wrong ones. Both passes are written in plain torch, without autograd.
 
 Row i sees row j of the same sequence, up to itself if causal, and at most a window back. ``causal=False`` is for
-callers who know that every visible pair is in order.
+callers that guarantee that every visible pair is in order.
 
 With dropout of the probabilities, z_ij = 1 / (1 − rate) if kept, else 0: o_i = Σ_j z_ij p_ij v_j, and z_ij multiplies
 p_ij in dv_j and do_i·v_j in ds_ij; the log-sum-exp does not change. ``dropout`` describes the whole stream; the rows'
@@ -17,7 +17,7 @@ indices select from it.
 
 On a GPU in 16 bits, torch's operators are used: cuDNN for equal parts of sequences, FlashAttention-2 over cu_seqlens
 for ragged ones. They are called below autograd, because only there can the backward be given the final (o, lse). They
-know no global positions, so windows fall back to the reference.
+have no global positions, so windows fall back to the reference.
 """
 
 from typing import NamedTuple
@@ -41,7 +41,7 @@ class TokenRows(NamedTuple):
     longest: int
     """Upper bound of a sequence's rows here."""
     sequences: int
-    """Number of sequences of which these rows are equal consecutive parts; 0 if the parts differ in length."""
+    """Number of sequences that these rows divide into equal consecutive parts; 0 if the parts differ in length."""
 
 
 class Gradients(NamedTuple):

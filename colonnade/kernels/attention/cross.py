@@ -1,7 +1,7 @@
 """Cross attention over packed sequences, and self-attention with relative position biases.
 
     cross       o_i = Σ_j softmax_j(q_i·k_j·H^-½) v_j                        over all keys j of the query's source
-    relative    scores plus near[clamp(j − i, −d, d) + d]                    2d + 1 rows, one value a head
+    relative    scores plus near[clamp(j − i, −d, d) + d]                    2d + 1 rows, one value per head
 
 Each has a plain reference and a version through torch's fused kernels, which take biases as an additive mask. Sequence
 b of a cross attention has queries ``cu_queries[b]:cu_queries[b + 1]`` and keys ``cu_keys[b]:cu_keys[b + 1]``; without
@@ -48,7 +48,9 @@ def cross_sdpa(
     longest: tuple[int, int] | None = None,
     equal: bool = False,
 ) -> Tensor:
-    """The same through scaled_dot_product_attention: one call for sequences of equal lengths, else one for each."""
+    """The same through scaled_dot_product_attention: one call for sequences of equal lengths, otherwise one for
+    each.
+    """
     if equal and longest is not None and min(longest):
         T, S = longest
         batch = q_TNH.unflatten(0, (-1, T)), *(x.unflatten(0, (-1, S)) for x in (k_SKH, v_SKH))
@@ -149,8 +151,8 @@ def in_batches(
 ) -> Tensor:
     """o_TNH of one call ``attend(q_BTNH, k_BTKH, v_BTKH, bias_NTS, lengths_B)``, without waiting for the device.
 
-    Sequences of unequal length are padded to ``longest``; ``lengths_B`` (None if all are equal) says how many keys each
-    sees. An empty sequence sees its first padding, so that no row is NaN.
+    Sequences of unequal length are padded to ``longest``; ``lengths_B`` (None if all are equal) is the number of keys
+    that each sees. An empty sequence sees its first padding, so that no row is NaN.
     """
     if equal:
         q, k, v = (x.unflatten(0, (-1, longest)) for x in (q_TNH, k_TKH, v_TKH))
@@ -192,7 +194,7 @@ def relative_mask(near_RN: Tensor, longest: int, *, causal: bool) -> Tensor:
     row_RN = wide_RN.index_select(0, distance.clamp(-limit, limit) + limit)
     if causal:
         row_RN = row_RN.masked_fill((distance > 0)[:, None], -torch.inf)
-    # The windows are strided by heads first, and fused kernels need keys beside each other.
+    # The windows are strided by heads first, and fused kernels need adjacent keys.
     return row_RN.T.unfold(1, longest, 1).flip(1).to(near_RN.dtype).contiguous()
 
 

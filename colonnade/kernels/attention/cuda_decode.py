@@ -9,8 +9,8 @@ Split lines are merged in the same launch (``MERGE``), unless a prefix is shared
 :mod:`~colonnade.kernels.attention.triton_merge` adds them. With fixed splits (``FIXED``) all sums follow one tree over
 the positions of the keys, so that their bits depend neither on the batch nor on rows, teams or pieces.
 
-Latents of up to 16 query rows, as of one rank of eight, have a kernel of their own (cuda_decode_mla.cu), in which a
-block and not a warp owns the ring. Steps of a few keys a request have one that needs no plan (cuda_decode_short.cu):
+Latents of up to 16 query rows, as of one rank of eight, have their own kernel (cuda_decode_mla.cu), in which a block
+rather than a warp owns the ring. Steps of a few keys per request have one that needs no plan (cuda_decode_short.cu):
 each warp reads one tile. A captured graph, which must serve any lengths, does not use it.
 """
 
@@ -70,7 +70,7 @@ run at once."""
 SHORT_TEAMS = (1, 2, 3, 4, 6, 8, 10, 12, 16)
 """Warps of a line: the least of these that has one for each tile."""
 SHORT_WARPS = 4
-"""Warps of its blocks at most, but for those of one line, if there are more lines than multiprocessors."""
+"""Maximum warps of its blocks, except for those of one line, if there are more lines than multiprocessors."""
 SHORT_HALF = 8
 """Of at most so many keys it reads half a tile."""
 
@@ -192,7 +192,7 @@ def supports(q_TNH: Tensor, k_PpKH: Tensor, rows: int, *, fixed: bool = False) -
 
 
 def supports_short(q_TNH: Tensor, k_PpKH: Tensor) -> bool:
-    """Whether the kernel for a few keys supports these queries, one a request, and this cache."""
+    """Whether the kernel for a few keys supports these queries, one per request, and this cache."""
     group = q_TNH.shape[1] // k_PpKH.shape[2]
     whole = k_PpKH.dtype == q_TNH.dtype and q_TNH.shape[2] % 32 == 0
     return whole and group <= 16 and supports(q_TNH, k_PpKH, padded_rows(group, 1))
@@ -220,7 +220,9 @@ def _kernel(name: str, constants: tuple[tuple[str, int], ...], shared: int, devi
 
 
 def compiler_options(constants: dict[str, int]) -> list[str]:
-    """Options for NVRTC: with fixed splits all variants must round alike, so none fuses additions at will."""
+    """Options for NVRTC: with fixed splits all variants must round identically, so the compiler may not fuse
+    additions.
+    """
     fixed = ["--fmad=false"] if constants["FIXED"] else []
     return ["--std=c++17", *fixed, *(f"-D{name}={value}" for name, value in constants.items())]
 
@@ -301,7 +303,7 @@ def mla_shared_memory_size(width: int, rows: int) -> int:
 def supports_mla(q_TNH: Tensor, k_Pp1H: Tensor, rank: int, rows: int) -> bool:
     """Whether the kernel for latents supports these queries, this cache, and blocks of ``rows`` rows.
 
-    A slot has room for scores and sums of each of rank / 2 parts of a line, and a line has at most one part a block.
+    A slot has room for scores and sums of each of rank / 2 parts of a line, and a line has at most one part per block.
     """
     H, page_tokens = q_TNH.shape[2], k_Pp1H.shape[1]
     size_ok = H % 64 == 0 and rank % (16 * MLA_WARPS) == 0 and rows <= 16

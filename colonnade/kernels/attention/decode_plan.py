@@ -20,7 +20,8 @@ from colonnade.kernels.attention.split_plan import FIELDS, ITEM_END, Capacity, P
 from colonnade.kernels.device import multiprocessors, upload, upload_into
 
 DECODE_ROWS = 64
-"""Up to this many rows (queries times heads of a group) a request uses the decode kernel, else the prefill kernel."""
+"""Up to this many rows (queries times heads of a group) a request uses the decode kernel, otherwise the prefill
+kernel."""
 
 
 Kernels = Literal["auto", "triton", "cuda"]
@@ -56,7 +57,7 @@ class KernelLayout:
     cuda: bool = False
     """Whether the CUDA C++ kernel runs (:mod:`cuda_decode`) instead of the Triton one."""
     short: bool = False
-    """Whether steps of a few keys a request may use the kernel without a plan (:func:`cuda_decode.attend_short`)."""
+    """Whether steps of a few keys per request may use the kernel without a plan (:func:`cuda_decode.attend_short`)."""
 
     @staticmethod
     def of(
@@ -90,7 +91,8 @@ class KernelLayout:
         cuda = supported and (kernels == "cuda" or (kernels == "auto" and preferred and not OVERRIDE))
         if kernels == "cuda" and not cuda:
             raise LookupError(
-                f"the kernel in CUDA C++ takes no {rows} rows of {H} numbers of {q_TNH.dtype} and {k_PpKH.dtype} here"
+                f"the kernel in CUDA C++ does not support {rows} rows of {H} numbers of {q_TNH.dtype} and "
+                f"{k_PpKH.dtype} here"
             )
         if cuda:
             processors = multiprocessors(q_TNH.device)
@@ -138,7 +140,7 @@ class KernelLayout:
         kernels: Kernels = "auto",
     ) -> "KernelLayout":
         """The layout of latent attention (:mod:`~colonnade.kernels.attention.triton_mla_decode`); ``chunk`` as in
-        :meth:`of`. The CUDA C++ kernel needs the latents' ``rank``, and serves up to 16 rows a request.
+        :meth:`of`. The CUDA C++ kernel needs the latents' ``rank``, and serves up to 16 rows per request.
         """
         (_, N, H), size, queries = q_TNH.shape, k_Pp1H.element_size(), max(1, longest_query)
         rows, processors = cuda_decode.padded_rows(N, queries), multiprocessors(q_TNH.device)
@@ -149,8 +151,8 @@ class KernelLayout:
             return KernelLayout(shape, tiles, H, size, processors, kv_copies=1, cuda=True)
         if kernels == "cuda":
             raise LookupError(
-                f"the kernel in CUDA C++ takes no latents of {rank} + {H - (rank or 0)} numbers of {q_TNH.dtype} and "
-                f"{k_Pp1H.dtype} in blocks of {rows} rows here"
+                f"the kernel in CUDA C++ does not support latents of {rank} + {H - (rank or 0)} numbers of "
+                f"{q_TNH.dtype} and {k_Pp1H.dtype} in blocks of {rows} rows here"
             )
         rows = min(64, max(16, triton.next_power_of_2(N * (1 if chunk else queries))))
         tiles = choose_tiles(rows, H, q_TNH.element_size(), size)
@@ -316,7 +318,7 @@ class DevicePlan:
         """Replaces the plan in place by another step's."""
         assert self.short_keys is None, "prepared for its own lengths only; prepare it with a capacity"
         if self.shared is None:
-            assert isinstance(plan, Plan), "a cascade in the place of a plan without groups"
+            assert isinstance(plan, Plan), "a cascade instead of a plan without groups"
             own = plan
         else:
             assert self.layout.shared is not None

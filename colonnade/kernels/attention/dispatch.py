@@ -28,7 +28,7 @@ PAD_TO = 256
 
 
 class SubBatch(NamedTuple):
-    """Some requests of a step, with a page table of their own."""
+    """Some requests of a step, with their own page table."""
 
     rows: Tensor | slice
     """Their new tokens in the stream."""

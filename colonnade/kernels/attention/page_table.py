@@ -3,7 +3,7 @@
 One table per step serves all layers. Kernels on the device read its tensors. SDPA, which is called from Python, uses
 :attr:`PageTable.groups`, computed once per step: requests whose attention is one call. Requests with one new token
 (decodes) share a group if their page counts have the same bit length, which limits padding to their own size; a request
-with several new tokens is a group of its own.
+with several new tokens forms its own group.
 """
 
 import itertools
@@ -66,9 +66,9 @@ class PageTable:
     longest_query: int
     longest_context: int
     known_lengths: tuple[list[int], list[int]] | None = None
-    """:attr:`host_lengths`, if the caller knows them without a device synchronisation."""
+    """:attr:`host_lengths`, if the caller has them without a device synchronisation."""
     known_pages: Sequence[Sequence[int]] | None = None
-    """:attr:`host_pages`, likewise."""
+    """The same for :attr:`host_pages`."""
     share: bool = True
     """Whether shared prefixes may be read once for several requests, which changes the rounding."""
 
@@ -76,7 +76,9 @@ class PageTable:
     def max_keys(self) -> int:
         """Keys that fit a request's pages; raises ConfigError if a request has no row of pages."""
         if len(self.pages_RP) != len(self.lengths_R):
-            raise ConfigError(f"{len(self.pages_RP)} rows of pages for {len(self.lengths_R)} requests; give each one")
+            raise ConfigError(
+                f"{len(self.pages_RP)} rows of pages for {len(self.lengths_R)} requests; pass one row per request"
+            )
         return self.pages_RP.shape[1] * self.page_tokens
 
     @cached_property
@@ -94,7 +96,7 @@ class PageTable:
 
     @cached_property
     def plan_cache(self) -> dict[Any, Any]:
-        """What kernels prepared for this table, such as plans, for use by later layers."""
+        """Data that kernels prepared for this table, such as plans, for use by later layers."""
         return {}
 
     def check(self, cache_pages: int) -> None:
@@ -107,7 +109,7 @@ class PageTable:
             return
         _, lengths = self.host_lengths
         if min(lengths, default=0) < 0:
-            raise ConfigError(f"a number below 0 among lengths {lengths}; give counts")
+            raise ConfigError(f"a number below 0 among lengths {lengths}; use counts of 0 or more")
         check_lengths(lengths, self.max_keys)
         # Known pages come from the allocator, and checking them on the device would block.
         if self.pages_RP.is_cuda and self.known_pages is not None:
@@ -117,7 +119,7 @@ class PageTable:
                 for page in self.host_pages[r][: self._pages(length)]:
                     if not 0 <= page < cache_pages:
                         raise ConfigError(
-                            f"request {r} has page {page} of a cache of {cache_pages}; give it pages below that"
+                            f"request {r} has page {page} of a cache of {cache_pages}; use page ids below that"
                         )
         self._checked.add(cache_pages)
 

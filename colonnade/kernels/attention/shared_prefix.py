@@ -1,4 +1,4 @@
-"""Attention of continuations that share prefixes: the answers to a question, each after the same context.
+"""Attention of continuations that share prefixes: candidate answers to a question, each after the same context.
 
 Rows are all prefixes, then the continuations of each prefix. A prefix attends to itself, and a continuation to its
 prefix and to itself, both causally, so the keys of a prefix are computed and stored once for all its continuations:
@@ -64,7 +64,7 @@ class PrefixTree(NamedTuple):
 def shared_prefix_reference(
     q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, tree: PrefixTree, *, window: int | None = None
 ) -> Tensor:
-    """o_TNH: each continuation as the end of a sequence of its own."""
+    """o_TNH: each continuation as the end of its own sequence."""
     prefixes, rest = list[Tensor](), list[Tensor]()
     for prefix, rows, lengths in tree.groups():
         k_SKH, v_SKH = k_TKH[prefix], v_TKH[prefix]

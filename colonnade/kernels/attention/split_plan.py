@@ -21,7 +21,7 @@ def check_lengths(lengths: Sequence[int], max_keys: int) -> None:
     if (longest := max(lengths, default=0)) > max_keys:
         request = list(lengths).index(longest)
         raise CapacityError(
-            f"request {request} has {longest} keys, but its page table has room for {max_keys}; give it more pages"
+            f"request {request} has {longest} keys, but its page table has room for {max_keys}; pass a wider page table"
         )
 
 
@@ -178,7 +178,7 @@ class Plan:
 
     @cached_property
     def pieces(self) -> tuple[Item, ...]:
-        """Items divided into what has a state of its own: with fixed splits each chunk, in consecutive slots."""
+        """Items divided into parts with their own state: with fixed splits each chunk, in consecutive slots."""
         if self.chunk is None:
             return self.items
         cuts = [range(item.first // self.chunk * self.chunk, item.end, self.chunk) for item in self.items]

@@ -498,12 +498,14 @@ def _check(
     lengths: Sequence[int], queries: Sequence[int], shape: Shape, workers: int, chunk: int | None, max_keys: int | None
 ) -> None:
     if len(lengths) != len(queries):
-        raise ConfigError(f"{len(lengths)} lengths for {len(queries)} numbers of queries; give one of each a request")
+        raise ConfigError(f"{len(lengths)} lengths for {len(queries)} numbers of queries; pass one of each per request")
     if min(workers, shape.kv_heads, shape.group, shape.rows, shape.tile) < 1:
         raise ConfigError(f"{workers} workers for {shape}; every size is at least 1")
     if chunk is not None and (chunk < 1 or chunk % shape.tile):
-        raise ConfigError(f"cuts at every {chunk} keys cut tiles of {shape.tile}; give a multiple of the tile")
+        raise ConfigError(f"cuts at every {chunk} keys cut tiles of {shape.tile}; use a multiple of the tile")
     if min((*lengths, *queries, 0)) < 0:
-        raise ConfigError(f"a number below 0 among lengths {list(lengths)} and queries {list(queries)}; give counts")
+        raise ConfigError(
+            f"a number below 0 among lengths {list(lengths)} and queries {list(queries)}; use counts of 0 or more"
+        )
     if max_keys is not None:
         check_lengths(lengths, max_keys)

@@ -1,6 +1,6 @@
 """Grouped arguments of the paged attention kernels, as Triton takes them: NamedTuples.
 
-A pointer or stride in a tuple is specialised like an argument of its own. ``do_not_specialize`` however does not apply
+A pointer or stride in a tuple is specialised like a separate argument. ``do_not_specialize`` however does not apply
 to a tuple's members, so sizes that change from step to step stay separate arguments. A tuple of constants is one
 ``tl.constexpr`` argument.
 """

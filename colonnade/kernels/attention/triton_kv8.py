@@ -11,7 +11,8 @@ The cache is read as 16-bit words of two elements each: a tile of words is loade
 All are exact. The result is float16 for bfloat16 queries too, since no instruction converts to pairs of bfloat16. A
 block of queries is scaled by the power of 2 that brings its maximum to between 2^14 and 2^15: then float16 represents
 everything above 2^−32 of it as bfloat16 does, and loses what is below 2^−40 of it. Softmax weights are scaled to at
-most 2^15 instead of 1, lest many small ones underflow that together count; they are rounded to 11 bits, not to 8.
+most 2^15 instead of 1, so that many small ones that matter together do not underflow; they are rounded to 11 bits, not
+to 8.
 """
 
 import torch
@@ -21,7 +22,7 @@ from triton import language as tl
 
 KINDS = {torch.float8_e4m3fn: "float8", torch.int8: "int8"}
 MIN_WIDTH = 64
-"""Minimum block width of a head: with 32 elements a warp would not have a part of its own."""
+"""Minimum block width of a head: with 32 elements a warp would not have its own part."""
 
 
 def kv8_kind(q_TNH: Tensor, k_PpKH: Tensor, v_PpKH: Tensor) -> str | None:

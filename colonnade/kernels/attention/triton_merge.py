@@ -181,8 +181,8 @@ def allocate_slots(o_TNH: Tensor, ready: DevicePlan) -> State:
 def _part_width(ready: DevicePlan, H: int, max_programs: int) -> int:
     """Elements of a row that one program merges.
 
-    All of them if there are rows enough for ``max_programs`` programs, else as few as the table says. With fixed splits
-    always as the table says, because a sum's bits depend on its layout.
+    All of them if there are enough rows for ``max_programs`` programs, otherwise as few as in the table. With fixed
+    splits always as in the table, because a sum's bits depend on its layout.
     """
     layout = ready.layout
     least, part = min(layout.tiles.part, triton.next_power_of_2(H)), triton.next_power_of_2(H)
@@ -229,7 +229,7 @@ def launch_merge(
     config = MergeConfig(N, shape.group, H, part, shape.rows, sinks_N is not None, ready.overlaps_merge)
     options = {"num_warps": 4, **ready.pdl_options}
     if in_chunks:
-        # ``used`` is no constant, lest the layout of sums depend on it.
+        # ``used`` is not a constant, so that the layout of sums does not depend on it.
         whole = min(MAX_WIDTH, triton.next_power_of_2(H))
         config = config._replace(PIECES=layout.tiles.pieces, CHUNK=layout.chunk, FEW=FEW_CHUNKS, WHOLE=whole)
         merge_chunks[grid](

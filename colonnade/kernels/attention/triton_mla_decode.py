@@ -1,6 +1,6 @@
 """MLA decoding in Triton: each cached latent is key and value of all heads, and read once.
 
-    s_n = q_n·c + p_n·r        o_n = Σ softmax(s_n) c        c the latent, r the rotary key beside it, [c; r] the cache
+    s_n = q_n·c + p_n·r        o_n = Σ softmax(s_n) c        c the latent, r its rotary key, [c; r] the cache
 
 This is the absorbed form of DeepSeek-V2 (arXiv 2405.04434, section 2.1.2; see ``model/attention.py``): many query heads
 attend to one key head whose values are the first RANK elements of its keys. A kernel with separate keys and values

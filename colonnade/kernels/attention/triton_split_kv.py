@@ -310,7 +310,7 @@ def attend(
     """Executes all pieces of one worker. SINGLE: every request has one query, so query r is request r's.
 
     With PREFETCH a piece's inputs are loaded before the previous one is written, for 30 more registers. With CHUNK a
-    piece is a run of chunks, each of which has a state of its own, in consecutive slots.
+    piece is a run of chunks, each of which has its own state, in consecutive slots.
     """
     # Before the first keys are in flight, every dependent load costs a thirtieth of a short call: a worker's first item
     # is stored at a fixed offset, and lookups are avoided.
@@ -331,7 +331,7 @@ def attend(
             request_1, head_1, block_1, first_1, end_1, slot_1 = load_item(plan_ptr + items_at, start + 1)
     for i in range(count):
         if cfg.PREFETCH:
-            # The next item was loaded one piece ago; its inputs are loaded now, beside this piece's keys.
+            # The next item was loaded one piece ago; its inputs are loaded now, together with this piece's keys.
             length_1, page_1, q_1 = length, page, q
             request_2, head_2, block_2, first_2, end_2, slot_2 = request_1, head_1, block_1, first_1, end_1, slot_1
             if i + 1 < count:

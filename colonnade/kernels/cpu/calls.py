@@ -230,4 +230,4 @@ def _run(calls: "ctypes.Array[Call] | ctypes._Pointer[Call]", count: int) -> Non
     if error == NO_MEMORY:
         raise CapacityError("not enough memory for a decode step; serve fewer requests at once")
     if error:
-        raise ConfigError(f"{ERRORS[error]}; give valid inputs")
+        raise ConfigError(f"{ERRORS[error]}; pass valid inputs")

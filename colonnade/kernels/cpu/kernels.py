@@ -124,7 +124,7 @@ def _same_format(weight: Matrix, gate: Matrix) -> bool:
 
 
 def _torch_linear(x_TD: Tensor, weight: Matrix, bias_F: Tensor | None) -> Tensor:
-    """What a CPU uses without the library (:mod:`~colonnade.kernels.linear.skinny_gemm_cpu`)."""
+    """The kernels of a CPU without the library (:mod:`~colonnade.kernels.linear.skinny_gemm_cpu`)."""
     if isinstance(weight, Quantised):
         return skinny_gemm_cpu.quantised_linear(x_TD, weight, bias_F)
     run = skinny_gemm_cpu.skinny_linear if x_TD.dtype in (torch.float32, torch.float64) else reference.linear
@@ -209,9 +209,9 @@ def norm_of(weight_D: Tensor, bias_D: Tensor | None, eps: float, width: int, dty
 
 
 def require(condition: bool, what: str) -> None:
-    """Raise :class:`ConfigError` unless ``condition``; ``what`` says what does not match."""
+    """Raise :class:`ConfigError` unless ``condition``; ``what`` describes the mismatch."""
     if not condition:
-        raise ConfigError(f"{what}; give tensors that match")
+        raise ConfigError(f"{what}; pass matching tensors")
 
 
 # -- the rest of a step ------------------------------------------------------------------------------------------------
@@ -285,6 +285,7 @@ def rope_and_kv_write(
     fits = _no_gradient(qkv_Tz) and k_PpKH.dtype == v_PpKH.dtype == dtype and T > 0 and qkv_Tz.is_contiguous()
     if not fits or H % 2 or not available(dtype):
         return cache_write.rope_and_kv_write(qkv_Tz, k_PpKH, v_PpKH, slots_T, turn=turn, norms=norms)
+    require(K > 0 and H > 0, f"a cache of {K} × {H}")
     group = qkv_Tz.shape[1] // (K * H) - 2
     require(qkv_Tz.shape[1] == K * (group + 2) * H and group > 0, f"a projection of {qkv_Tz.shape[1]} for {K} × {H}")
     require(k_PpKH.shape == v_PpKH.shape and k_PpKH.is_contiguous() and v_PpKH.is_contiguous(), "a strided cache")
@@ -329,7 +330,10 @@ def paged(
     if not plain or not few or not available(dtype):
         return sdpa.paged(q_TNH, k_PpKH, v_PpKH, table, window=window, values=values, scales_Pp2=scales_Pp2)
     (_, N, H), (P, page_tokens, K, _), R = q_TNH.shape, k_PpKH.shape, len(table.lengths_R)
-    require(N % K == 0 and k_PpKH.shape == v_PpKH.shape == (P, page_tokens, K, H), f"{N} × {H} queries for this cache")
+    require(
+        min(N, K, H, page_tokens) > 0 and N % K == 0 and k_PpKH.shape == v_PpKH.shape == (P, page_tokens, K, H),
+        f"{N} × {H} queries for a cache of {tuple(k_PpKH.shape)}",
+    )
     require(page_tokens == table.page_tokens, f"pages of {page_tokens} tokens in a table of {table.page_tokens}")
     require(table.cu_queries.shape == (R + 1,), f"{len(table.cu_queries)} query offsets for {R} requests")
     q_TNH = q_TNH.contiguous()

@@ -41,6 +41,7 @@ def queries(
     """
     (T, z), dtype, (rows, rank) = q_Tz.shape, q_Tz.dtype, up_zR.shape
     rope = pool_Pp1z.shape[-1] - rank
+    kernels.require(min(T, plain, value_width, rank) > 0, f"{T} rows for heads of {plain} + {value_width} of {rank}")
     n = rows // (plain + value_width)
     kernels.require(n > 0 and rows == n * (plain + value_width), f"{rows} rows for heads of {plain} + {value_width}")
     kernels.require(rope > 0 and z == n * (plain + rope), f"queries of {z} for {n} heads of {plain} + {rope}")
@@ -76,7 +77,7 @@ def values(o_TnR: Tensor, up_zR: Tensor, *, plain: int, value_width: int) -> Ten
         up_zR.shape == (n * (plain + value_width), rank) and up_zR.dtype == dtype and up_zR.is_contiguous(),
         f"an up-projection {tuple(up_zR.shape)} {up_zR.dtype} for {n} heads of {rank} in {dtype}",
     )
-    kernels.require(T > 0 and o_TnR.is_contiguous(), "strided sums")
+    kernels.require(min(T, n, rank, value_width) > 0 and o_TnR.is_contiguous(), "empty or strided sums")
     y_Tz = o_TnR.new_empty(T, n * value_width)
     arguments = calls.LatentValues(
         o_TnR.data_ptr(), up_zR.data_ptr(), y_Tz.data_ptr(), T, n, plain, value_width, rank, calls.DTYPES[dtype]

@@ -8,7 +8,7 @@ A wheel has the libraries of its platform in ``built`` (``hatch_build.py``); the
 headers and options. Without them the system's compiler runs at first use, which takes some seconds, once. A compiled
 library's file name is a hash of all that it depends on: source, headers, options, compiler and its version. The file
 ends with a checksum, so that a damaged one is compiled again, and is written under a temporary name and then renamed,
-so that processes may compile at the same time. A library is loaded from the cache only if nobody but this user can have
+so that processes may compile at the same time. A library is loaded from the cache only if no other user can have
 written it; otherwise it is compiled into a private folder.
 """
 
@@ -52,14 +52,14 @@ CPU_FLAGS = {
     "avx512": frozenset(("avx512f", "avx512bw", "avx512vl", "avx512_vnni", "fma")),
     "avx2": frozenset(("avx2", "fma")),
 }
-"""What /proc/cpuinfo must list."""
+"""Flags that /proc/cpuinfo must list."""
 COST = "decode steps run in torch, which takes several times as long on this CPU"
 COMPILE_LIMIT_S = 300
 HASH_BYTES = 32
 
 
 class BuildError(Exception):
-    """The library cannot be compiled or loaded; the message says why."""
+    """The library cannot be compiled or loaded; the message states why."""
 
 
 @functools.cache
@@ -132,7 +132,7 @@ def _bind(path: Path) -> ctypes.CDLL:
 
 
 def _compiled(instruction_set: str, folder: Path) -> Path:
-    """The library's file, in ``folder`` if that can be trusted, else in a new private folder."""
+    """The library's file, in ``folder`` if that can be trusted, otherwise in a new private folder."""
     compiler, options = _compiler(), _options(instruction_set)
     version = _run([compiler, "--version"]).splitlines()[0]
     name = _digest([*options, compiler, version]) + ".so"
@@ -146,8 +146,11 @@ def _compiled(instruction_set: str, folder: Path) -> Path:
         with tempfile.TemporaryDirectory(dir=folder) as temporary:
             _compile(compiler, options, Path(temporary) / name).replace(path)
     except OSError as error:
+        try:
+            path = _compile(compiler, options, Path(tempfile.mkdtemp(prefix="colonnade-")) / name)
+        except OSError as other:  # as in a container that may not write
+            raise BuildError(f"there is no folder to compile in ({error}; {other})") from None
         log.warning("compiled kernels are not kept: %s", error)
-        return _compile(compiler, options, Path(tempfile.mkdtemp(prefix="colonnade-")) / name)
     return path
 
 

@@ -2,7 +2,7 @@
 
 The backward pass of the experts has two parts: the gradient of the rows, which other ranks wait for, and the weight
 gradients, half of all arithmetic, which no rank waits for. As one autograd node, both finish before the rows are sent.
-Here the weight gradients are computed by a node of their own. Autograd runs it after every node created later than it,
+Here the weight gradients are computed by a separate node. Autograd runs it after every node created later than it,
 so a :class:`DeferredWgrad` created before the rows are received computes weight gradients while the gradients of those
 rows are being sent. (Qi et al., Zero Bubble, arXiv 2401.10241, section 2, which fills a pipeline with the second part.)
 """

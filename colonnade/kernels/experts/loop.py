@@ -5,7 +5,7 @@ result to y while both are in the cache. An expert without rows is not read, so 
 weights of A experts, whatever E is. The backward pass is written out, y_r = w_r (h_r W_down + b) and
 dh_r = W_downᵀ dy_t, with dw_r = h_r · dh_r + b · dy_t: with autograd, the gradient of each expert's slice would be as
 large as all stacked weights. Milliseconds of one core of an EPYC 9004, uniform loads, no gradient, D × F of 512 × 1024
-for 8 experts (2 a token) and 512 × 256 for 64 (8 a token):
+for 8 experts (2 per token) and 512 × 256 for 64 (8 per token):
 
                           float32, E = 8                 bfloat16, E = 64
     tokens           1     16    256   1024           1     16    256   1024

@@ -1,9 +1,9 @@
 """Tile sizes of the experts' grouped GEMMs, and whether a Triton kernel or torch computes each: a measured table.
 
-Only the device knows the load of each expert, so a table row is chosen by what the host knows: the GEMM, the element
+Only the device has the load of each expert, so a table row is chosen by what the host has: the GEMM, the element
 size, the layer's (F, D), and the mean rows per expert, R / E. A decode step has few rows: its tiles are as low as
 tensor cores allow (16), since each weight is read once whatever the tile. Training has many rows: its tiles are as
-large as the registers allow (128 × 256 float32 accumulators, 128 registers a thread of 256).
+large as the registers allow (128 × 256 float32 accumulators, 128 registers for each of 256 threads).
 
 In ``tiles.json``, "shapes" holds what ``benchmarks/tune_experts.py`` measured, layer by layer; a layer uses the
 measured one nearest to it in log(F, D). "kernels" holds estimates, used for GEMMs without a measurement. A row may also
@@ -29,7 +29,7 @@ class GroupedTiles(NamedTuple):
     """Elements of the summed dimension per step."""
     warps: int
     stages: int
-    """Steps of the software pipeline whose operands are loaded at once."""
+    """Steps of the software pipeline with operands in flight at the same time."""
     GROUP: int = 8
     """Tiles of rows that go through all columns together, for L2 reuse."""
     programs_per_sm: int = 0
@@ -37,7 +37,7 @@ class GroupedTiles(NamedTuple):
     descriptors: bool = False
     """Whether weights, and contiguous rows, are loaded by TMA (tensor descriptors)."""
     gather_first: bool = False
-    """Whether tokens are gathered into expert order in a pass of their own, not within the GEMM."""
+    """Whether tokens are gathered into expert order in a separate pass, not within the GEMM."""
     interleaved: bool = False
     """Whether two GEMMs that add into one result share a loop, a step of each in turn, with twice the operands."""
     library: bool = False
@@ -74,7 +74,7 @@ def table() -> tuple[dict[str, Rows], dict[LayerShape, dict[str, Rows]]]:
 
 @functools.cache
 def table_rows(kernel: Kernel, shape: LayerShape) -> Rows:
-    """Rows of the nearest measured layer, else the estimated rows."""
+    """Rows of the nearest measured layer, otherwise the estimated rows."""
     estimated, measured = table()
     known = [other for other, kernels in measured.items() if kernel in kernels]
     if not known:

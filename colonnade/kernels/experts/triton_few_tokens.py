@@ -33,7 +33,7 @@ PROGRAMS_PER_SM = 2
 MIN_OUTPUTS, MAX_OUTPUTS = 16, 64
 """Outputs per program of the second kernel, within which each SM gets about one program."""
 MAX_SHARED_BYTES, SCRATCH_BYTES = 2**17, 1024
-"""Shared memory for the tiles of the second kernel, and what the compiler needs beside them."""
+"""Shared memory for the tiles of the second kernel, and what the compiler needs in addition."""
 
 
 class UpConstants(NamedTuple):

@@ -271,7 +271,8 @@ def hidden_dgrad_kernel(
         dh, _ = _dot_transposed(dy, dy_at, start + m * C.BM, down_w, down_w, expert, n, F, D, False, C)
         choice = tl.load(order_ptr + r, r < end, 0)
         w = tl.load(routing_ptr + choice, r < end, 0.0).to(tl.float32)
-        # In slices of columns: whole tiles of a, u, h, da and du beside the accumulator would not fit the registers.
+        # In slices of columns: whole tiles of a, u, h, da and du would not fit the registers together with the
+        # accumulator.
         halves = _split_columns(dh, C.BM, C.BN)
         dot = tl.zeros((C.BM,), tl.float32)
         for i in tl.static_range(2):

@@ -1,4 +1,4 @@
-"""Runs each of the experts' grouped GEMMs with our Triton kernels or torch's, as the tuning table says.
+"""Runs each of the experts' grouped GEMMs with our Triton kernels or torch's, as chosen by the tuning table.
 
     up_forward      h_r = act(W_gate x_r) ⊙ W_up x_r             down_forward   y_r = w_r (W_down h_r + b)
     hidden_dgrad    dh_r = W_downᵀ dy_r, then w h, du, da        input_dgrad    dx_r = W_upᵀ du_r + W_gateᵀ da_r

@@ -10,7 +10,7 @@ the left operand from registers, where the weights are dequantised. Quantised we
 expert's rows; a decode step has one tile per expert. :mod:`~colonnade.kernels.experts.triton_tile_schedule` defines the
 order of tiles; rows past the last end are not written. Nothing synchronises with the device.
 
-Ternary experts have kernels of their own for a few rows (:mod:`~colonnade.kernels.linear.triton_ternary`), and the
+Ternary experts have separate kernels for a few rows (:mod:`~colonnade.kernels.linear.triton_ternary`), and the
 reference for more.
 """
 

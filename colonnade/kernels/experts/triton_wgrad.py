@@ -9,7 +9,7 @@ an expert take the same time, n_e · BM · BN, so experts are processed in order
 128 narrow experts last, its 48 tiles would leave most of the GPU idle.
 
 The summed dimension is ragged: the last step of an expert has fewer than BK rows. Only that step is masked. All others
-load BK rows without a mask, by TMA where the tiles say so, and compute nothing but an address beside the tensor core
+load BK rows without a mask, by TMA where the table selects it, and compute only addresses besides the tensor core
 instructions. A multiplication takes 1024 tensor core cycles for a step of 128 × 256 × 64, enough for some 500 other
 instructions of each of 8 warps: computing each row's token (choice // active, in 64 bits) in every step used all of
 them, so it is computed once, before.

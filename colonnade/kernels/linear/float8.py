@@ -10,7 +10,7 @@
 Scales are powers of two, so scaling does not round. What is rounded to float8 then does not depend on the scale, only
 on the value itself, as long as that is at most 2¹⁵ (e4m3) or 2³⁰ (e5m2) below the maximum; smaller values are subnormal
 and lose bits. Therefore the parallel layout hardly matters. Tensor parallelism shards W and dy (or W and x), so ranks
-have different maxima. One maximum for all ranks would take an all-reduce per operand, some ten a block at 40 µs each,
+have different maxima. One maximum for all ranks would take an all-reduce per operand, some ten per block at 40 µs each,
 and would change only values that are too small to count. So each rank scales by its own maximum, without a collective
 (measured in tests/parity/test_precision_parity.py).
 

@@ -15,7 +15,7 @@ from colonnade.kernels.linear.quantise import FLOAT8
 
 FLOAT8_MAX = torch.finfo(FLOAT8).max
 OF = 4
-"""2:4 sparsity: consecutive inputs, of which two keep a weight."""
+"""2:4 sparsity: of four consecutive inputs, two keep a weight."""
 
 
 class Rounding(NamedTuple):
@@ -27,7 +27,7 @@ class Rounding(NamedTuple):
     low_FC: Tensor | None = None
     """int4's lowest value; None for others."""
     allowed_FC: Tensor | None = None
-    """ternary: bool, where a weight may be other than 0."""
+    """ternary: bool, where a weight may be nonzero."""
 
 
 def round_values(w_FC: Tensor, rounding: Rounding) -> Tensor:

@@ -206,7 +206,7 @@ def can_block(weight: Quantised) -> bool:
 
 
 def to_blocks(weight: Quantised) -> Quantised:
-    """``weight``, or a stack, with the same inputs of 16 outputs beside each other, in new tensors of the same shapes.
+    """``weight``, or a stack, with the same inputs of 16 outputs adjacent, in new tensors of the same shapes.
 
         int8   values [F/16][D/4][16][4]          scales as before
         int4   bytes [F/16][D/8][16][4]: input 8 k + c in the low nibble, 8 k + 4 + c in the high one

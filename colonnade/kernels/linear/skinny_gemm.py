@@ -8,7 +8,8 @@
     to 64        quantised     split-K, with weights dequantised in registers (``triton_quantised.py``)
     more         float8        x quantised to float8, row-wise scales, float8 tensor cores (as in float8 training)
     more         quantised     W dequantised once to memory, then the library's GEMM
-    to 64        ternary       words looked up in a table (``triton_ternary.py``); more: the reference
+    to 64        ternary       words looked up in tables (``cuda_ternary.py`` on Hopper, else ``triton_ternary.py``)
+    more         ternary       the reference
 
 So float8 weights round x to e4m3 for prompts but not for single tokens, and near ties can resolve differently. Where a
 gradient is needed, plain torch computes (:mod:`~colonnade.kernels.linear.reference`).
@@ -129,7 +130,7 @@ def launch(
     if gate is not None:
         first, bias, second_bias = gate.weight, gate.bias_F, bias_F
         assert (bias is None) == (second_bias is None), "both projections have a bias, or neither"
-    unused = y_TF  # in place of a tensor that is not read
+    unused = y_TF  # placeholder for a tensor that is not read
     stored = _pointers(first, bias, unused), _pointers(second, second_bias, unused)
     blocks = triton.cdiv(outputs, tiles.BN)
     grid = (min(blocks, tiles.programs_per_sm * multiprocessors(x_TD.device) or blocks),)

@@ -2,8 +2,8 @@
 
 ``split_k_kernel``, for a few rows: a tile of weights, converted to the dtype of x, times a tile of x on tensor cores.
 int4 takes one product for each of a word's eight nibbles, since nibble i of consecutive words are consecutive inputs.
-Where there are too few outputs to keep a GPU busy, the inputs are cut into splits. Each split writes sums of its own,
-in float32, which ``sum_splits_kernel`` adds in order, so results are reproducible bit for bit.
+Where there are too few outputs to keep a GPU busy, the inputs are cut into splits. Each split writes its own sums, in
+float32, which ``sum_splits_kernel`` adds in order, so results are reproducible bit for bit.
 
 ``dequantise_kernel`` writes W to memory, for GEMMs of many rows.
 """

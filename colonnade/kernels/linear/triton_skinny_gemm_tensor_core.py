@@ -15,9 +15,9 @@ dtype of x:
 is multiplied with the inputs that belong to that position.
 
 A tensor core instruction has at least eight columns. With fewer rows, int4 uses the other columns for groups: the
-inputs of a group are in columns of their own, with zeros beside them, so that sums of several groups come out
-separately, and a group's s and m are applied once, to a sum. The lift of the nibbles is subtracted there too, with the
-sum of a group's inputs, which is a product with ones.
+inputs of each group are in their own columns, with zeros elsewhere, so that sums of several groups come out separately,
+and a group's s and m are applied once, to a sum. The lift of the nibbles is subtracted there too, with the sum of a
+group's inputs, which is a product with ones.
 
 A warp takes a part of the inputs (the batch of a 3-D product), not of the outputs. So 16 outputs are work for a whole
 SM, and where STEPS is 1 a warp's inputs stay in its registers from one block of outputs to the next. Nothing is split
@@ -65,7 +65,7 @@ class Constants(NamedTuple):
 def unpack_assembly(what: str, j: int, brain: bool) -> str:
     """PTX that unpacks a value from each of two units (see :func:`_unpack`), to bfloat16 (``brain``) or float16.
 
-    In Triton code, constants become an ``and`` and an ``or`` of their own; as kernel arguments they would keep the
+    In Triton code, constants become separate ``and`` and ``or`` instructions; as kernel arguments they would keep the
     compiler from loading units straight into tensor core registers.
     """
     if what == "float8":

@@ -7,6 +7,9 @@ and k sums, and not n of each. The lanes of a warp have the same word of 32 outp
 the n inputs of this word, 36 to 64 bytes, which one access of the level-1 cache reads. Each row of x is a program of
 its own: rows share nothing but the caches, and their results do not depend on each other.
 
+On a Hopper GPU most products take the kernel in CUDA C++ (:mod:`~colonnade.kernels.linear.cuda_ternary`), with its
+tables in shared memory.
+
 ``TWO_LEVELS``: a table of 256 KB is looked up in 88 KB. Words ascend as numbers, so those with the same last place and
 sign are consecutive, and count the words of the places before it in the same order: a table of bytes has the block of a
 word, a second one where the block begins, a third the places of the difference.
@@ -22,7 +25,7 @@ from torch import Tensor
 from triton import language as tl
 
 from colonnade.kernels.experts.triton_activation import activate
-from colonnade.kernels.linear import ternary
+from colonnade.kernels.linear import cuda_ternary, ternary
 from colonnade.kernels.linear.quantise import Quantised
 from colonnade.kernels.triton_constants import constexprs
 
@@ -31,7 +34,7 @@ MAX_ROWS = 64
 BN, FEW_BLOCKS = 32, 256
 """Outputs of a program, a warp's lanes; blocks of outputs below which inputs are split more."""
 TWO_LEVEL_WORDS = 1 << 22
-"""Words of a launch from which the tables of two levels are faster: they fill the level-1 caches sooner, with 88 KB."""
+"""Words of a matrix from which the tables of two levels are faster: they fill the level-1 caches sooner, with 88 KB."""
 PRESENT, NEGATIVE = 32, 128
 """Bits of a byte of :func:`places`; the lower five are the place."""
 
@@ -160,10 +163,11 @@ def _product(x_row, matrix, row, valid, inputs, units, tables, C: tl.constexpr):
     for first in range(0, step, C.UNROLL):
         for i in tl.static_range(C.UNROLL):
             u = start + first + i
-            unit = tl.load(w_row + u, (u < last) & valid[None, :], 0)
+            inside = (u < last) & valid[None, :]
+            unit, limit = tl.load(w_row + u, inside, 0), tl.where(inside, inputs, 0)  # word 0 is not always empty
             for j in tl.static_range(C.PER):
                 word = (unit >> (16 * j)).to(tl.int32) & 0xFFFF
-                total += _word(word, x_row, (u * C.PER + j) * C.TRITS, inputs, tables, C)
+                total += _word(word, x_row, (u * C.PER + j) * C.TRITS, limit, tables, C)
     return tl.sum(total, 0)
 
 
@@ -204,9 +208,12 @@ def ternary_kernel(
     tl.store(y_ptr + r.to(tl.int64) * outputs + f, y.to(y_ptr.dtype.element_ty), valid)
 
 
-def select_tiles(weight: Quantised, rows: int) -> Tiles:
-    """Measured on an H200 for words of 18 weights; the splits are for enough warps where outputs are few."""
-    blocks = rows * triton.cdiv(weight.outputs, BN)
+def select_tiles(weight: Quantised) -> Tiles:
+    """Measured on an H200 for words of 18 weights; the splits are for enough warps where outputs are few.
+
+    The number of rows does not matter: a row's sums have one order.
+    """
+    blocks = triton.cdiv(weight.outputs, BN)
     if weight.group == 18 and blocks * weight.values.shape[-1] >= TWO_LEVEL_WORDS // BN:
         return Tiles(BN, 4, 1, 4, two_levels=True)
     splits = 16 if blocks < FEW_BLOCKS else 8
@@ -214,9 +221,9 @@ def select_tiles(weight: Quantised, rows: int) -> Tiles:
 
 
 def linear(x_TD: Tensor, weight: Quantised, tiles: Tiles | None = None) -> Tensor:
-    """y_TF (see :func:`reference.quantised_linear`), a program for each row and block of outputs."""
+    """y_TF (see :func:`reference.quantised_linear`); ``tiles`` asks for this kernel, and not the one in CUDA C++."""
     y_TF = x_TD.new_empty(len(x_TD), weight.outputs)
-    _launch(x_TD, weight, y_TF, tiles=tiles or select_tiles(weight, len(x_TD)))
+    _launch(x_TD, weight, y_TF, tiles=tiles)
     return y_TF
 
 
@@ -239,12 +246,10 @@ def routed_rows(
     R = len(order_R)
     h, y = x_TD.new_empty(R, up.outputs), x_TD.new_empty(R, down.outputs)
     _launch(
-        x_TD, up, h, tiles=tiles or select_tiles(up, R), order=order_R, ends=ends_E, active=weights_TA.shape[1],
+        x_TD, up, h, tiles=tiles, order=order_R, ends=ends_E, active=weights_TA.shape[1],
         bias=up_b, gate=gate, gate_bias=gate_b, activation=activation,
     )  # fmt: skip
-    _launch(
-        h, down, y, tiles=tiles or select_tiles(down, R), order=order_R, ends=ends_E, bias=down_b, routing=weights_TA
-    )
+    _launch(h, down, y, tiles=tiles, order=order_R, ends=ends_E, bias=down_b, routing=weights_TA)
     return y
 
 
@@ -253,7 +258,7 @@ def _launch(
     matrix: Quantised,
     y: Tensor,
     *,
-    tiles: Tiles,
+    tiles: Tiles | None,
     order: Tensor | None = None,
     ends: Tensor | None = None,
     active: int = 0,
@@ -265,6 +270,13 @@ def _launch(
 ) -> None:
     if not y.numel():
         return
+    given: cuda_ternary.Routing = {
+        "order": order, "ends": ends, "gate": gate, "routing": routing, "activation": activation
+    }  # fmt: skip
+    if tiles is None and bias is None and gate_bias is None and cuda_ternary.supports(x, matrix, **given):
+        cuda_ternary.launch(x, matrix, y, active=active, **given)
+        return
+    tiles = tiles or select_tiles(matrix)
     words, trits = matrix.values.shape[-1], matrix.group
     per = 4 if words % 4 == 0 else 2 if words % 2 == 0 else 1
     dtype = {4: torch.int64, 2: torch.int32, 1: torch.int16}[per]

@@ -37,12 +37,12 @@ class Cells(NamedTuple):
     ) -> "Cells":
         """The cells of utterances; raises DataError for what has no alignment."""
         if len(frames) != len(labels):
-            raise DataError(f"{len(frames)} lengths but {len(labels)} label sequences; give one per utterance")
+            raise DataError(f"{len(frames)} lengths but {len(labels)} label sequences; pass one per utterance")
         for b, (n, own) in enumerate(zip(frames, labels, strict=True)):
             if n < 1:
                 raise DataError(f"utterance {b} has {n} frames; a transducer needs at least 1")
             if own and not 0 <= min(own) <= max(own) < vocab_size:
-                raise DataError(f"utterance {b} has a label outside of 0..{vocab_size - 1}")
+                raise DataError(f"utterance {b} has a label outside 0..{vocab_size - 1}")
         B, counts = len(frames), [len(own) for own in labels]
         U = max(counts, default=0) + 1
         starts = list(accumulate(frames, initial=0))[:B]

@@ -23,17 +23,19 @@ CHUNK_BYTES = 1 << 25
 """Memory for one chunk of logits [bytes]."""
 
 CHUNK_ROWS = 4096
-"""Most cells of one chunk."""
+"""Maximum number of cells in one chunk."""
 
 DEAD = 2.0**-32
-"""Cells that alignments pass with a smaller probability are left out of a float32 backward pass, because their logits
-enter the gradients times this probability. All cells of a frame add up to at least 1, so what is left out is below
+"""Cells that alignments pass with a smaller probability are skipped in a float32 backward pass, because their logits
+enter the gradients times this probability. All cells of a frame add up to at least 1, so what is skipped is below
 float32's rounding. With random weights a quarter to a half of all cells are dead, in a trained recogniser nearly all.
 """
 
 
 class Posteriors(NamedTuple):
-    """What the backward pass needs of the lattice, each (B, U, T) but the last; 0 outside of the utterances."""
+    """The parts of the lattice that the backward pass needs, each (B, U, T) but the last; 0 outside of the
+    utterances.
+    """
 
     lse_BUT: Tensor
     blank_BUT: Tensor

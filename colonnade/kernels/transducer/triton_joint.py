@@ -25,7 +25,7 @@ from colonnade.kernels.transducer.joint import DEAD, Gradients, Posteriors
 CHUNK_BYTES = 192 << 20
 """Memory for a chunk's hidden units, logits and their gradients [bytes]; smaller chunks take longer to launch."""
 CHUNK_ROWS = 16384
-"""Most cells of a chunk."""
+"""Maximum number of cells in a chunk."""
 ROW_ALIGNMENT = 8
 """Rows of GEMM operands are padded to this many elements, 16 bytes."""
 TILE = tl.constexpr(2048)
@@ -233,7 +233,7 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _factors(x_RC: Tensor, split: Split, *, left: bool, stacked: bool) -> Tensor:
-    """Factors of each pair of parts, one beside the other, or ``stacked`` one below the other; padded with 0."""
+    """Factors of each pair of parts, side by side, or ``stacked`` vertically; padded with 0."""
     R, C = x_RC.shape
     rows, columns = _padded(R), _padded(C)
     shape = (split.pairs * rows, columns) if stacked else (rows, split.pairs * columns)
@@ -333,7 +333,7 @@ class _Live(NamedTuple):
 
 
 class _Backward(NamedTuple):
-    """What all chunks of a backward pass share."""
+    """State shared by all chunks of a backward pass."""
 
     own: _Operands
     back: Tensor

@@ -20,7 +20,7 @@ from colonnade.kernels.transducer import lattice as reference
 from colonnade.kernels.transducer.lattice import Lattice
 
 MAX_FRAMES = 8192
-"""Longest utterance that a program scans; the reference takes longer ones."""
+"""Maximum length of an utterance that a program scans; the reference handles longer ones."""
 CELLS = 1024
 """Cells of a program that computes posteriors."""
 

@@ -15,7 +15,7 @@ nothing in any order (Tutel counts before it reorders, and drops). Positions are
 so that no layout changes which tokens are dropped; or over each rank's own, as Tutel does, with T the largest rank's.
 
 Ranks hold different tokens, depending on the layout. A decision about all of them gathers what it needs, in the order
-of the tokens' global indices (:func:`in_global_order`), so that every rank decides as a single process would.
+of the tokens' global indices (:func:`in_global_order`), so that every rank makes the same decision as a single process.
 """
 
 from typing import NamedTuple
@@ -43,7 +43,7 @@ def apply_capacity(
 ) -> KeptChoices:
     """Drop choices beyond the capacity, by the tokens' global indices; the ranks ``over`` have other tokens.
 
-    Raises :class:`ConfigError`, on all ranks alike, for a capacity of 0 tokens.
+    Raises :class:`ConfigError`, on every rank, for a capacity of 0 tokens.
     """
     ids_TA, weights_TA = choice.ids_TA, choice.weights_TA
     if moe.capacity_tokens is not None and sequences is not None:
@@ -69,7 +69,7 @@ def apply_capacity(
     limit = capacity(abs(moe.capacity), moe.active, tokens, moe.experts)
     if tokens and not limit:
         raise ConfigError(
-            f"a capacity of {moe.capacity:g} leaves int({abs(moe.capacity):g}·⌈{tokens}/{moe.experts}⌉) = 0 places in "
+            f"a capacity of {moe.capacity:g} leaves int({abs(moe.capacity):g}·⌈{tokens}/{moe.experts}⌉) = 0 slots in "
             f"every expert for {tokens} tokens; raise it to 1 or more, or turn it off: model.moe.capacity of a run "
             "(train.eval_capacity in validations), --experts.capacity of a model that is loaded"
         )

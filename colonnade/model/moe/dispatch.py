@@ -17,8 +17,8 @@ r = 1 is expert parallelism with sharded weights; r = etp shards the arithmetic 
 gathers just what it needs, because the order of hidden units does not matter. Gathered weights are not saved for the
 backward pass but gathered again. Row counts are exchanged before the rows: one wait for the device.
 
-Tokens of AllToAll travel in p parts: part i + 1 is sent while the experts compute part i, and likewise backward,
-because starting an exchange is an autograd node of its own. Nothing overlaps with the first part's exchange or with
+Tokens of AllToAll travel in p parts: part i + 1 is sent while the experts compute part i, and the same in the backward
+pass, because starting an exchange is a separate autograd node. Nothing overlaps with the first part's exchange or with
 the last part's way back, so these are small: part sizes grow as 1, 2, 4, 8 from either end (:func:`part_sizes`). The
 last exchange of the backward pass overlaps with the weight gradients (:mod:`colonnade.kernels.experts.deferred_wgrad`).
 """
@@ -41,13 +41,13 @@ from colonnade.parallel.hierarchical_all_to_all import ExchangeSizes, Hierarchic
 
 
 class Dispatch(Protocol):
-    """How the tokens of one forward pass meet their experts: ``combine(map(experts, send(…)))``."""
+    """How the tokens of one forward pass reach their experts: ``combine(map(experts, send(…)))``."""
 
     sent_bytes: int
     """Bytes that this rank handed to other ranks in the forward pass; known after ``combine``."""
 
     def send(self, x_tD: Tensor, ids_tA: Tensor, weights_tA: Tensor, /) -> Iterable[ExpertRows]:
-        """This rank's work, made when it is iterated over.
+        """This rank's work, produced while it is iterated over.
 
         Each of the t tokens goes to the experts ``ids_tA`` (E for none) by its weights.
         """
@@ -65,10 +65,10 @@ def choose_dispatch(
     max_choices: int | None = None,
     dropout: ExpertDropout | None = None,
 ) -> Dispatch:
-    """The dispatch of one forward pass. Raises :class:`PlanError` for ``options`` that the grid cannot take.
+    """The dispatch of one forward pass. Raises :class:`PlanError` for ``options`` that the grid does not support.
 
     ``options`` None: tokens travel and weights do not. ``replicated``: all ranks have all tokens and choices.
-    ``max_choices`` bounds how many choices are not none.
+    ``max_choices`` bounds how many choices are not empty.
     """
     grid = experts.grid
     options = options or DispatchOptions(adaptive_r=grid.etp.size)

@@ -36,7 +36,7 @@ class Specialization(NamedTuple):
 
 
 def specializations(ids: Mapping[int, Tensor], kinds: Sequence[str], experts: int) -> dict[int, Specialization]:
-    """By layer, from its choices ids_TA (E and more are none) of tokens of these ``kinds``."""
+    """By layer, from its choices ids_TA (E and above are empty) of tokens of these ``kinds``."""
     return {layer: _specialization(ids_TA.cpu(), kinds, experts) for layer, ids_TA in ids.items()}
 
 
@@ -59,7 +59,7 @@ def _specialization(ids_TA: Tensor, kinds: Sequence[str], experts: int) -> Speci
 
 
 def top_tokens(ids_TA: Tensor, pieces: Sequence[str], experts: int, count: int = 8) -> list[list[str]]:
-    """By expert, the texts of the tokens with the most choices beyond its share, as in ST-MoE's tables."""
+    """By expert, the text of the tokens with the most choices beyond its share, as in ST-MoE's tables."""
     texts = sorted({piece.strip() for piece in pieces} - {""})
     found = _specialization(ids_TA.cpu(), [piece.strip() for piece in pieces], experts)
     row = {text: i for i, text in enumerate(found.kinds)}

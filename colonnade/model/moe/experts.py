@@ -3,7 +3,7 @@
 A :class:`~colonnade.model.moe.dispatch.Dispatch` brings rows of tokens and weights of experts together on a rank
 (:class:`ExpertRows`); :class:`Experts` computes them.
 
-Expert dropout drops hidden units of experts at a rate of their own (Switch, arXiv 2101.03961, section 2.4). The mask is
+Expert dropout drops hidden units of experts at a separate rate (Switch, arXiv 2101.03961, section 2.4). The mask is
 a hash of an int32 tag, one for each choice (token t, j-th expert), and of the hidden unit's number in the whole expert.
 The tag travels with the row, so any rank, degree or exchange order, and any recomputation, drops the same elements.
 """
@@ -116,7 +116,7 @@ def unsorted_kernel(x_TD: Tensor, ids_TA: Tensor, weights: Weights, E: int) -> C
 
 
 class Experts(Float8Module):
-    """QuantisedWeights of weights, hidden units first: (e, f, D) with e = E/ep experts and f = F/etp hidden units."""
+    """Stacks of weights, hidden units first: (e, f, D) with e = E/ep experts and f = F/etp hidden units."""
 
     grouped = True
 
@@ -286,7 +286,7 @@ class Experts(Float8Module):
         run = unsorted_kernel(rows.x_TD, rows.ids_TA, weights, self.count)
         if run is None:
             return None
-        if self.fetch is not None:  # count the choices to know which experts to fetch
+        if self.fetch is not None:  # count the choices to determine which experts to fetch
             sort = choose("sort_by_expert", rows.x_TD.device.type, rows.x_TD.dtype)
             fetched = self.fetch(sort(rows.ids_TA, self.local_count)[1], rows.ids_TA.numel())
             assert isinstance(fetched, Weights), "offloading does not change the format"

@@ -1,4 +1,4 @@
-"""A mixture of experts: Router, Dispatch, Experts, Combine, beside shared experts.
+"""A mixture of experts: Router, Dispatch, Experts, Combine, plus shared experts.
 
     y = Σ_j w_j · expert_{i_j}(x) + shared(x)
 

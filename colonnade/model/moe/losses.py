@@ -61,7 +61,7 @@ class LossAndSlopes(NamedTuple):
 
 
 def expert_load(ids_TA: Tensor, experts: int) -> Tensor:
-    """int64 (E,): choices by expert; choices of none are not counted."""
+    """int64 (E,): choices by expert; empty choices are not counted."""
     return choose("count_by_expert", ids_TA.device.type, ids_TA.dtype)(ids_TA, experts)
 
 
@@ -85,8 +85,9 @@ def balance_losses(
     probs_TE = choice.probs_TE.to(exact)
     if moe.balance == "importance" and moe.router.noise and choice.expected_TE is None:
         raise ConfigError(
-            "model.moe.balance 'importance' needs the probability that noise sends a token to each expert, and router "
-            f"'{moe.router.kind}' does not give it; set model.moe.router.noise to 0, or model.moe.balance to switch"
+            "model.moe.balance 'importance' needs the probability that noise sends a token to each expert, which "
+            f"router '{moe.router.kind}' does not provide; set model.moe.router.noise to 0, or model.moe.balance to "
+            "switch"
         )
     expected_TE = None if choice.expected_TE is None else choice.expected_TE.to(exact)
     z_T = None if logits_TE is None else logits_TE.to(exact).logsumexp(1).square()
@@ -184,8 +185,8 @@ def _by_sequence(
     """The sequence loss, and its slope by each token's p_te."""
     if groups is None:
         raise ConfigError(
-            "model.moe.balance 'sequence' is a loss of sequences, and the stream does not say which tokens are of "
-            "which; give its Routing the token_groups, or use 'switch'"
+            "model.moe.balance 'sequence' is a loss over sequences, but the stream does not say which token belongs "
+            "to which; set token_groups in its Routing, or use 'switch'"
         )
     E, ids_TA = moe.experts, choice.ids_TA
     if moe.bias_rate or moe.router.groups > 1:

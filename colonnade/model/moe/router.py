@@ -1,13 +1,13 @@
 """Routers: which experts a token goes to, and with what weight.
 
-A router is one function from :class:`RouterInput` to :class:`RouterOutput`, registered under a name together with all
-that the rest of the library must know about it. Ours are in :mod:`colonnade.model.moe.routers`, one file each; your own
+A router is one function from :class:`RouterInput` to :class:`RouterOutput`, registered under a name together with
+everything else that the library needs about it. Ours are in :mod:`colonnade.model.moe.routers`, one file each; your own
 works as soon as its module has been imported:
 
     @router("softmax", biased=True, per_token=True)
     def softmax(inputs: RouterInput) -> RouterOutput: …
 
-A router may have parameters of its own (:class:`RouterParameter`), which a :class:`Gate` holds. A config names a router
+A router may have its own parameters (:class:`RouterParameter`), which a :class:`Gate` holds. A config names a router
 and never imports code, so a checkpoint cannot bring code along. Scores are computed in float32 unless the config says
 otherwise. Every decision is a function of values and of the tokens' global indices, so no layout changes it.
 """
@@ -50,7 +50,7 @@ class RouterOutput(NamedTuple):
 
 
 class RouterInput(NamedTuple):
-    """What a router decides by."""
+    """The inputs of a router."""
 
     raw_TD: Tensor
     """The tokens in the model's type, multiplied by the input jitter in training."""
@@ -90,7 +90,7 @@ class RouterInput(NamedTuple):
 
 
 class RouterParameter(NamedTuple):
-    """A parameter that a router has beside its linear gate."""
+    """A parameter of a router in addition to its linear gate."""
 
     shape: tuple[int, ...]
     start: float | None = None
@@ -131,7 +131,7 @@ def router(
 
     ``parameters``: its own parameters. ``gate``: it uses the scores of a linear gate. ``random``: it needs random
     numbers in training. ``biased``: it supports the balancing bias and groups of experts. ``active``: the only number
-    of experts a token that it supports. ``per_token``: outside training a token's experts depend on that token only,
+    of experts per token that it supports. ``per_token``: outside training a token's experts depend on that token only,
     and nothing waits for the device, so a server may pad its steps and record them as CUDA graphs. ``per_sequence``: it
     needs to know which tokens are of one sequence. ``needs_token_ids``: it routes by the tokens' ids.
     """
@@ -153,7 +153,7 @@ def find_router(moe: MoeConfig, otherwise: str = "") -> RouterSpec:
     kind, config = moe.router.kind, moe.router
     if kind not in ROUTERS:
         known = did_you_mean(kind, sorted(ROUTERS))
-        raise ConfigError(f"there is no router '{kind}'{known}; one of your own needs --import MODULE")
+        raise ConfigError(f"there is no router '{kind}'{known}; a custom router needs --import MODULE")
     spec = ROUTERS[kind]
     if spec.active not in (None, moe.active):
         raise ConfigError(
@@ -163,7 +163,7 @@ def find_router(moe: MoeConfig, otherwise: str = "") -> RouterSpec:
     if not spec.biased and (moe.bias_rate or config.groups > 1):
         what = "model.moe.bias_rate" if moe.bias_rate else "model.moe.router.groups"
         able = ", ".join(sorted(name for name, other in ROUTERS.items() if other.biased))
-        raise ConfigError(f"router '{kind}' does not support {what}; leave it off, or use one of: {able}")
+        raise ConfigError(f"router '{kind}' does not support {what}; turn it off, or use one of: {able}")
     return spec
 
 
@@ -302,7 +302,7 @@ class Router(nn.Module):
         right = ids_TA.dtype == torch.int64 and ids_TA.shape == weights_TA.shape and ids_TA.shape[:1] == (T,)
         if not right or ids_TA.dim() != 2 or probs_TE.shape != (T, self.moe.experts):
             raise ConfigError(
-                f"router '{self.moe.router.kind}' gave ids of {tuple(ids_TA.shape)} {ids_TA.dtype}, weights of "
+                f"router '{self.moe.router.kind}' returned ids of {tuple(ids_TA.shape)} {ids_TA.dtype}, weights of "
                 f"{tuple(weights_TA.shape)} and probabilities of {tuple(probs_TE.shape)} for {T} tokens and "
-                f"{self.moe.experts} experts; it must give int64 ({T}, A), ({T}, A) and ({T}, {self.moe.experts})"
+                f"{self.moe.experts} experts; it must return int64 ({T}, A), ({T}, A) and ({T}, {self.moe.experts})"
             )

@@ -1,4 +1,4 @@
-"""What a forward pass tells its mixture-of-experts layers, and the reports that they return."""
+"""Inputs of the mixture-of-experts layers of a forward pass, and the reports that they return."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -22,7 +22,7 @@ class LayerReport(NamedTuple):
     balance: Tensor
     """The balance loss, a mean over all ranks' tokens; 0 if it is taken over all layers together."""
     z: Tensor
-    """The router z-loss, likewise."""
+    """The router z-loss, in the same form."""
     dropped: Tensor
     """Choices of this rank's tokens beyond the capacity."""
     sent_bytes: Tensor
@@ -74,9 +74,10 @@ class DispatchOptions:
     """The most loaded experts, whose weights every rank gathers for its own tokens (r ≥ 1)."""
 
     def check(self, etp: int, experts: int) -> None:
-        """Raise :class:`PlanError` for options that a layer of so many experts, each on ``etp`` ranks, cannot take.
+        """Raise :class:`PlanError` for options that a layer of this many experts, each on ``etp`` ranks, does not
+        support.
 
-        All ranks raise alike, before any communication.
+        All ranks raise it, before any communication.
         """
         if self.adaptive_r < 0 or (self.adaptive_r and etp % self.adaptive_r):
             raise PlanError(
@@ -85,13 +86,13 @@ class DispatchOptions:
                 f"{divisors(etp)}"
             )
         if self.overlap < 1:
-            raise PlanError(f"tokens cannot travel in {self.overlap} parts; a step's overlap is 1 or more")
+            raise PlanError(f"tokens cannot be sent in {self.overlap} parts; overlap must be 1 or more")
         if not 0 <= self.shadows <= experts:
             raise PlanError(f"{self.shadows} of {experts} experts cannot be shadowed; use 0 to {experts}")
 
 
 class TokenGroups(NamedTuple):
-    """Tokens that are routed, or balanced, as one: the sequences of a step, or the tasks of texts."""
+    """Tokens that are routed, or balanced, as one: the sequences of a step, or the tasks of documents."""
 
     group_T: Tensor
     """int64: each token's group, the same number on all ranks."""

@@ -44,7 +44,7 @@ class WeightsSwapped(replies.Reply):
 
     status: Literal["swapped"]
     path: str
-    """The checkpoint whose weights are served now."""
+    """The checkpoint of the weights that are served now."""
     preempted: int
     """Running requests, which continue with the new weights."""
     read_s: float
@@ -55,12 +55,12 @@ class WeightsSwapped(replies.Reply):
 
 
 LOG = logging.getLogger("colonnade.serve.admin")
-"""What operators change."""
+"""Endpoints for the operator."""
 LOG.addHandler(logging.NullHandler())
 
 
 class CacheResetBody(BaseModel):
-    """POST /admin/cache/reset; the body may be left out."""
+    """POST /admin/cache/reset; the body may be omitted."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     model: str | None = None
@@ -77,7 +77,7 @@ def install_admin(app: FastAPI, models: ServedModels) -> None:
 
     @app.post("/admin/cache/reset", responses=openapi.refusals(403, 503, "4XX"))
     async def reset_cache(request: Request) -> CacheReset:
-        """Empty the prefix cache, of one model or of all; running requests go on."""
+        """Empty the prefix cache, of one model or of all; running requests continue."""
         raw = await request.body()
         name = parse_body(CacheResetBody, raw, request.headers.get("content-type", "")).model if raw else None
         for model in models.all if name is None else [models.find(name)]:
@@ -86,7 +86,7 @@ def install_admin(app: FastAPI, models: ServedModels) -> None:
 
     @app.post("/admin/weights", responses={200: {"model": WeightsSwapped}, **openapi.refusals(400, 403, 503, "4XX")})
     async def swap_weights(body: WeightsBody, _request: Request) -> Response:
-        """Serve the weights of another checkpoint of the same model; running requests go on with them.
+        """Serve the weights of another checkpoint of the same model; running requests continue with them.
 
         The model keeps its name. If anything fails, the old weights stay.
         """

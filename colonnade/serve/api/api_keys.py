@@ -36,7 +36,7 @@ class ApiKey(Config):
     """Names of the models that it may use; None for all."""
     requests_per_minute: Count | None = None
     tokens_per_minute: Count | None = None
-    """Tokens of prompts and answers."""
+    """Tokens of prompts and completions."""
     concurrent_requests: Count | None = None
     priority: Annotated[int, Field(ge=-100, le=100, strict=True)] = 0
     """Priority of its requests, unless they ask for a lower priority (a higher number)."""
@@ -62,7 +62,7 @@ class KeyState:
         self.limiter.end()
 
     def take_tokens(self, count: int) -> None:
-        """Count tokens of a prompt or an answer."""
+        """Count tokens of a prompt or a completion."""
         self.limiter.take_tokens(count, time.monotonic())
 
     async def headers(self) -> dict[str, str]:
@@ -148,7 +148,7 @@ def read_keys(file: Path) -> list[ApiKey]:
     keys: list[ApiKey] = []
     for number, entry in enumerate(entries, 1):
         if not isinstance(entry, dict) or not all(isinstance(name, str) for name in entry):
-            raise ConfigError(f"key {number} in the key file {file} is no table; give it name and sha256")
+            raise ConfigError(f"key {number} in the key file {file} is not a table; set its name and sha256")
         try:
             keys.append(ApiKey(**entry))
         except ConfigError as error:

@@ -4,7 +4,7 @@
     429   over a rate limit, with Retry-After
 
 It runs before the body is read. Whether the key may use the model is checked when the body has been read
-(:func:`check_allowed`). Every answer to a limited key has OpenAI's x-ratelimit headers.
+(:func:`check_allowed`). Every response to a limited key has OpenAI's x-ratelimit headers.
 """
 
 import hmac
@@ -123,8 +123,9 @@ def _unauthorised(what: str) -> RequestError:
 
 def _over_limit(excess: Excess) -> RequestError:
     if excess.wait_s is None:
-        what, remedy = f"{excess.limit} requests of this API key run already, as many as it may", "wait for one to end"
+        what = f"{excess.limit} requests of this API key are already running, its maximum"
+        remedy = "wait for one to end"
     else:
-        what = f"this API key has used its {excess.limit} {excess.name} a minute"
+        what = f"this API key has used its {excess.limit} {excess.name} per minute"
         remedy = f"try again in {excess.wait_s:.3g} s"
     return RequestError(f"{what}; {remedy}", status=429, code="rate_limit_exceeded", retry_after_s=excess.wait_s)

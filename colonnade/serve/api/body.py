@@ -1,6 +1,6 @@
 """Reads request bodies: JSON in UTF-8 to a validated :class:`~colonnade.serve.api.request_schemas.Body`.
 
-Large bodies are parsed and validated in a thread, so that the event loop can answer other clients.
+Large bodies are parsed and validated in a thread, so that the event loop can serve other clients.
 """
 
 import inspect
@@ -21,7 +21,7 @@ Parsed = TypeVar("Parsed", bound=BaseModel)
 
 
 class BodyRoute(APIRoute):
-    """A route whose endpoint may take ``(body, request)``, with the body read by :func:`parse_body`."""
+    """A route with an endpoint that may take ``(body, request)``, with the body read by :func:`parse_body`."""
 
     def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:  # type: ignore[override]
         """FastAPI calls the result with each request."""

@@ -15,7 +15,7 @@ from colonnade.serve.structured_outputs import StructuredOutputs
 from colonnade.serve.tool_calls import ToolNotation, ToolOptions
 
 MAX_TOOLS = 128
-"""Most tools of a request."""
+"""Maximum number of tools of a request."""
 
 MAX_TOOLS_BYTES = 256 << 10
 """Size limit of the tools of a request as JSON [bytes]."""
@@ -26,7 +26,7 @@ RESERVED_VARIABLES = frozenset(
 """Variables of a chat template that ``chat_template_kwargs`` may not set."""
 
 IGNORED_FIELDS = frozenset({"annotations", "provider_specific_fields"})
-"""Fields that clients (OpenAI's, litellm) add to an answer, and send back with it; templates do not see them."""
+"""Fields that clients (OpenAI's, litellm) add to a reply and send back with it; templates do not see them."""
 
 CONTENT: dict[str, Any] = {
     "anyOf": [
@@ -56,12 +56,12 @@ class CalledFunction(BaseModel):
         where = f"the arguments of the tool call '{self.name[:80]}'"
         values = parse_text(self.arguments or "{}", "messages", where)
         if not isinstance(values, dict):
-            raise RequestError(f"{where} are no JSON object; send them as they were generated", param="messages")
+            raise RequestError(f"{where} are not a JSON object; send them as they were generated", param="messages")
         return values
 
 
 class ToolCall(BaseModel):
-    """A call in an earlier answer."""
+    """A call in an earlier reply."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     id: str
@@ -84,7 +84,7 @@ class ChatMessage(BaseModel):
     @model_validator(mode="after")
     def _has_the_fields_of_its_role(self) -> Self:
         if "content" not in self.model_fields_set and not self.tool_calls:
-            raise RequestError(f"the message of role '{self.role}' has no content; send a text", param="messages")
+            raise RequestError(f"the message of role '{self.role}' has no content; send text", param="messages")
         for name, role in (("tool_calls", "assistant"), ("tool_call_id", "tool")):
             if getattr(self, name) and self.role != role:
                 raise RequestError(f"{name} belong to the role '{role}', not '{self.role}'", param="messages")
@@ -104,7 +104,7 @@ class ChatMessage(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _without_nulls(cls, values: object) -> object:
-        """Drop nulls and empty lists of calls: clients send an earlier answer back as they received it."""
+        """Drop nulls and empty lists of calls: clients send an earlier reply back as they received it."""
         if not isinstance(values, dict):
             return values
         return {k: v for k, v in values.items() if v is not None and v != [] and k not in IGNORED_FIELDS}
@@ -119,7 +119,7 @@ class ChatMessage(BaseModel):
             part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content
         ]
         if not all(isinstance(part, str) for part in parts):
-            raise RequestError("only parts of type 'text' are supported; leave the others out", param="messages")
+            raise RequestError("only parts of type 'text' are supported; remove the others", param="messages")
         return "".join(parts)  # type: ignore[arg-type]
 
 
@@ -183,11 +183,11 @@ class ChatBody(Body):
             )
         if reserved := RESERVED_VARIABLES.intersection(self.chat_template_kwargs or ()):
             raise RequestError(
-                f"chat_template_kwargs may not set '{min(reserved)}', which the server sets; leave it out",
+                f"chat_template_kwargs may not set '{min(reserved)}', which the server sets; remove it",
                 param="chat_template_kwargs",
             )
         if self.top_logprobs and not self.logprobs:
-            raise RequestError("top_logprobs belong to logprobs=true; set it", param="top_logprobs")
+            raise RequestError("top_logprobs needs logprobs=true; set it", param="top_logprobs")
         if not 0 <= (self.top_logprobs or 0) <= MAX_LOGPROBS:
             raise RequestError(
                 f"top_logprobs is {self.top_logprobs}; it must be from 0 to {MAX_LOGPROBS}", param="top_logprobs"
@@ -203,7 +203,7 @@ class ChatBody(Body):
         return LogprobsOptions((self.top_logprobs or 0) if self.logprobs else None, self.prompt_logprobs)
 
     def tool_options(self, notation: ToolNotation) -> ToolOptions | None:
-        """Which tools the answer may call, in the model's notation; None if it is plain text."""
+        """Which tools the response may call, in the model's notation; None if it is plain text."""
         choice = self.tool_choice or ("auto" if self.tools else "none")
         if choice in ("none", "auto") and not self.tools:
             return None
@@ -213,18 +213,18 @@ class ChatBody(Body):
             tools = [tool for tool in tools if tool["function"]["name"] == choice.function.name]
             if not tools:
                 raise RequestError(
-                    f"tool_choice names '{choice.function.name[:80]}', which is none of the tools: "
+                    f"tool_choice names '{choice.function.name[:80]}', which is not one of the tools: "
                     f"{', '.join(names) or 'there are none'}",
                     param="tool_choice",
                 )
         if not tools:
-            raise RequestError("tool_choice is 'required' and there are no tools; send tools", param="tool_choice")
+            raise RequestError("tool_choice is 'required' but there are no tools; send tools", param="tool_choice")
         if choice == "none":
             return None
         if choice == "auto" and not notation.in_template:
             raise RequestError(
-                "this model's chat template does not show tools to the model, which therefore cannot choose one; send "
-                "tool_choice 'required' or a named function for a call, or 'none' for an answer in text",
+                "this model's chat template does not show tools to the model, so it cannot choose one; send "
+                "tool_choice 'required' or a named function for a call, or 'none' for a text response",
                 param="tools",
             )
         several = self.parallel_tool_calls is not False and not isinstance(choice, NamedTool)
@@ -241,7 +241,7 @@ class ChatBody(Body):
         return tools
 
     def to_generation_request(self, options: ToolOptions | None = None) -> GenerationRequest:
-        """The answer to the conversation, with calls as in ``options``."""
+        """The reply to the conversation, with calls as in ``options``."""
         limit = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
         params = self.model_copy(update={"max_tokens": limit}).params()
         if options is not None:
@@ -260,7 +260,8 @@ class ChatBody(Body):
 def _with_tools(params: SamplingParams, options: ToolOptions) -> SamplingParams:
     if params.structured_outputs is not None:
         raise RequestError(
-            "tools and a response format exclude one another; send one, or tool_choice 'none'", param="response_format"
+            "tools and a response format are mutually exclusive; send one, or tool_choice 'none'",
+            param="response_format",
         )
     try:
         grammar = StructuredOutputs(grammar=options.grammar())

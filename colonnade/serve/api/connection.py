@@ -1,12 +1,12 @@
 """Limits on connections, so that slow, stalled and idle clients cannot hold the server's memory or descriptors.
 
-uvicorn's protocols wait forever for the rest of a header, and for a client that does not read its answer. Here:
+uvicorn's protocols wait forever for the rest of a header, and for a client that does not read its response. Here:
 
     connect ── 10 s ──> headers complete ── 30 s, more for long bodies ──> body complete ──> answer ──> keep-alive, 65 s
                  |                               |                              |
                closed                    408 (BodyLimit)       dropped once nothing of it is read for 60 s
 
-A connection over the limit gets a 503 and is closed. Pipelined requests are not answered: the connection closes after
+A connection over the limit gets a 503 and is closed. Pipelined requests are not served: the connection closes after
 the running request, and clients send the others again (RFC 9112, section 9.3.2).
 """
 
@@ -36,7 +36,7 @@ REFUSAL_LINGER_S = 1.0
 arrives would reset it, and the client would not see the reason."""
 
 MAX_UNSENT_BYTES = 64 << 10
-"""Bytes of an answer that the kernel buffers. Its own limit is megabytes: a slow reader would look stalled, and a
+"""Bytes of a response that the kernel buffers. Its own limit is megabytes: a slow reader would look stalled, and a
 stalled reader would not be noticed."""
 
 HEADER_TICKS = 10
@@ -58,7 +58,7 @@ class ConnectionLimits:
     body_bytes_per_s: int = 32 << 10
     """Minimum transfer rate of a long body: 8 MiB may take 30 + 256 s."""
     stall_s: float = 60.0
-    """Time in which a client must read any part of its pending answer [s]."""
+    """Time in which a client must read any part of its pending response [s]."""
     connections: int = 4096
     """Open connections; further ones are refused."""
 
@@ -133,7 +133,7 @@ class _Timed(StallTimeout):
         self.stall_s = self.limits.stall_s
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        # Any unsent byte counts as a pause, so that a short answer that is not read is noticed as well.
+        # Any unsent byte counts as a pause, so that a short response that is not read is noticed as well.
         transport.set_write_buffer_limits(high=0)
         if len(self.connections) >= self.limits.connections:
             self.transport = transport
@@ -163,7 +163,7 @@ class _Timed(StallTimeout):
             self._header_timer = None
 
     def handle_websocket_upgrade(self, *args: Any) -> None:
-        """The headers are complete, and a WebSocket's protocol takes the connection, with limits of its own."""
+        """The headers are complete, and a WebSocket's protocol takes over the connection, with its own limits."""
         self._upgraded = True
         if self._header_timer is not None:
             self._header_timer.cancel()
@@ -194,7 +194,7 @@ class _Timed(StallTimeout):
             self.transport.abort()
 
     def _refuse(self, error: RequestError) -> None:
-        """Answer with ``error`` and close the connection once the client has."""
+        """Respond with ``error`` and close the connection once the client has."""
         self._refused = True
         self.transport.write(_http_response(error))
         if self.transport.can_write_eof():
@@ -206,10 +206,10 @@ class H11Connection(_Timed, H11Protocol):  # pyrefly: ignore[inconsistent-inheri
     """A connection parsed by h11, which bounds headers itself."""
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what is no HTTP."""
+        """Respond to data that is not HTTP."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             self._refuse(_NO_HTTP)
-        else:  # in the middle of an answer
+        else:  # in the middle of a response
             self.transport.abort()
 
 
@@ -244,7 +244,7 @@ if HttpToolsProtocol is not None:
         """Whether a request has begun before the last one was answered."""
 
         def data_received(self, data: bytes) -> None:
-            """Parse ``data``, unless a request before it is still answered."""
+            """Parse ``data``, unless an earlier request is still being processed."""
             if self._pipelined:
                 return
             self._framing_bytes += len(data)
@@ -260,7 +260,7 @@ if HttpToolsProtocol is not None:
                 super().on_headers_complete()
 
         def on_body(self, body: bytes) -> None:
-            """Add to the body; each of its bytes may come with one of framing."""
+            """Add to the body; each of its bytes may come with one byte of framing."""
             if not self._pipelined:
                 self._framing_bytes -= 2 * len(body)
                 super().on_body(body)
@@ -272,7 +272,7 @@ if HttpToolsProtocol is not None:
                 super().on_message_complete()
 
         def send_400_response(self, msg: str) -> None:
-            """Answer what is no HTTP."""
+            """Respond to data that is not HTTP."""
             self._stop(_NO_HTTP)
 
         def _stop(self, error: RequestError) -> None:

@@ -37,7 +37,7 @@ clients."""
 HINTS.addHandler(logging.NullHandler())  # without it, a server that logs nothing would print them
 
 _hinted: set[str | None] = set()
-"""Codes of the refusals whose hint has been logged."""
+"""Codes of the refusals with a hint that has been logged."""
 
 
 def error_body(error: RequestError) -> ErrorReply:
@@ -107,7 +107,7 @@ def unreadable_body(cause: ValueError | RecursionError) -> RequestError:
         byte = f"0x{cause.object[cause.start]:02x}"
         what = f"is not {cause.encoding.upper()}: {cause.reason} ({byte}) at byte {cause.start}; send JSON in UTF-8"
     elif isinstance(cause, RecursionError):
-        what = "nests lists or objects deeper than can be read; no request needs more than a few levels"
+        what = "nests lists or objects too deeply; no request needs more than a few levels"
     else:
         what = f"cannot be read: {str(cause).partition(';')[0].lower()}"
     return RequestError(f"the body {what}", code="invalid_json")

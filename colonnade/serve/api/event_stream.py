@@ -1,4 +1,4 @@
-"""Streams an answer as server-sent events, with little CPU time per token.
+"""Streams a response as server-sent events, with little CPU time per token.
 
 A chunk differs from the last one only in its text, so the JSON around it is built once. All pending outputs are sent in
 one message. The response is plain ASGI: two tasks per stream, and none per event.
@@ -41,7 +41,7 @@ class EventStream(Response):
         self._sent = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request."""
+        """Respond to a request."""
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         sender = asyncio.ensure_future(self._send_events(send))
         disconnect = asyncio.ensure_future(self._wait_disconnect(receive, send))
@@ -86,7 +86,7 @@ async def reply_events(
     include_usage: bool,
     continuous: bool,
 ) -> AsyncGenerator[bytes]:
-    """Events of an answer: chunks with text, the end of each completion, the usage if wanted, and [DONE].
+    """Events of a response: chunks with text, the end of each completion, the usage if requested, and [DONE].
 
     With ``include_usage`` every chunk has the field, null except in the last, or with ``continuous`` the usage so far.
     """
@@ -102,7 +102,7 @@ async def reply_events(
 
 
 class _Chunks:
-    """Writes the chunks of one answer."""
+    """Writes the chunks of one response."""
 
     def __init__(self, builder: CompletionReplies, usage: Usage, *, include_usage: bool, continuous: bool):
         self.usage = usage

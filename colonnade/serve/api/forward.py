@@ -1,6 +1,6 @@
-"""ASGI middleware that forwards requests to upstreams; the application answers probes and serves metrics.
+"""ASGI middleware that forwards requests to upstreams; the application serves probes and metrics.
 
-Bodies and answers are forwarded unchanged. If an upstream fails before any part of its answer has been sent to the
+Bodies and responses are forwarded unchanged. If an upstream fails before any part of its response has been sent to the
 client, the request goes to another one; a stream that has begun ends with an error event, since another server cannot
 continue it.
 """
@@ -37,7 +37,7 @@ ELSEWHERE = frozenset({429, 503})
 """Statuses of an upstream that does not take the request: another one may."""
 
 LOST = RequestError(
-    "the server that generated this answer failed; send the request again", status=503, code="engine_failed"
+    "the server that generated this response failed; send the request again", status=503, code="engine_failed"
 )
 
 
@@ -49,7 +49,7 @@ class _Route:
 
 
 class ForwardRequests:
-    """ASGI middleware; ``forward_keys`` sends the clients' API keys on, unless the upstreams have one of their own.
+    """ASGI middleware; ``forward_keys`` forwards the clients' API keys, unless the upstreams have their own.
 
     The keys here must allow ``model``.
     """
@@ -78,7 +78,9 @@ class ForwardRequests:
             await error_reply(error)(scope, receive, send)
 
     async def _forward(self, request: Request, body: bytes, prompt: bytes, running: AsyncExitStack) -> Response:
-        """The answer of the first upstream that gives one; the connection of a stream is closed with ``running``."""
+        """The response of the first upstream that returns one; the connection of a stream is closed with
+        ``running``.
+        """
         upstreams, tried = self.upstreams, set[int]()
         refusal: Response | None = None
         while True:
@@ -144,7 +146,7 @@ class ForwardRequests:
 
 
 def prompt_of(body: bytes) -> bytes:
-    """The bytes by which the router compares prompts; none if the body cannot be read: the upstream says why."""
+    """The bytes by which the router compares prompts; none if the body cannot be read: the upstream reports why."""
     try:
         values: Any = json.loads(body)
         prompt = values.get("prompt") if values.get("messages") is None else values["messages"]

@@ -77,7 +77,7 @@ class Metrics:
         self._prefix = prefix
         self._shadow: Counter | None = None
         self._requests = Counter(
-            f"{prefix}:http_requests", "Answers by route and status.", ["route", "status"], registry=self._registry
+            f"{prefix}:http_requests", "Responses by route and status.", ["route", "status"], registry=self._registry
         )
 
     def watch_exporter(self, exporter: SpanCounts) -> None:
@@ -94,7 +94,7 @@ class Metrics:
         return generate_latest(self._shown)
 
     def start_timer(self, model: str) -> "RequestTimer":
-        """A timer for a request for ``model`` that arrives now."""
+        """A timer for a request for ``model`` that has just arrived."""
         return RequestTimer(self._observers[model])
 
     def count_shadow(self, result: str) -> None:
@@ -106,7 +106,7 @@ class Metrics:
         self._shadow.labels(result).inc()
 
     def count_request(self, route: str, status: int) -> None:
-        """Count an answer; ``route`` is the pattern of its path, empty if there is none."""
+        """Count a response; ``route`` is the pattern of its path, empty if there is none."""
         self._requests.labels(route, str(status)).inc()
 
 

@@ -1,7 +1,7 @@
 """ASGI middleware that limits the size and the time of a body, and the configuration of uvicorn's access log.
 
 The limits count the bytes that arrive, not those announced, and apply before anything parses them. The log has one line
-a request on stderr, with the route and the status but never a prompt or an answer:
+per request on stderr, with the route and the status but never a prompt or a completion:
 
     2026-11-22 03:15:32,118 127.0.0.1:53406 "POST /v1/chat/completions HTTP/1.1" 200 OK
 """
@@ -92,7 +92,7 @@ class BodyLimit:
             self.held_bytes -= len(body)
             body.clear()
             return RequestError(
-                f"the queue is full: bodies of {self.held_bytes:,} bytes wait already, of at most "
+                f"the queue is full: bodies of {self.held_bytes:,} bytes are already waiting, of at most "
                 f"{self.max_held_bytes:,}; try again later",
                 status=429,
                 code="queue_full",
@@ -103,7 +103,7 @@ class BodyLimit:
 
     @staticmethod
     async def _refuse(error: RequestError, more: bool, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer with ``error``; close the connection if ``more`` of the body is to come."""
+        """Respond with ``error``; close the connection if ``more`` of the body is to come."""
         reply = error_reply(error)
         if more:
             reply.headers["connection"] = "close"

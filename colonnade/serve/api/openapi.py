@@ -15,9 +15,9 @@ _REFUSALS = {
     401: "No API key, or an unknown one",
     403: "The API key may not do this",
     404: "No model of this name",
-    413: "A body over the size limit, which the message has",
+    413: "The body exceeds the size limit given in the message",
     429: "The queue is full, or a wait over timeout_s is expected; Retry-After says when to try again",
-    500: "The model's logits were not finite, or a bug",
+    500: "Non-finite logits, or a bug",
     503: "The server is loading or stopping, or its engine died; Retry-After says when to try again",
     504: "The request took longer than its timeout_s",
     "4XX": "Any other refusal",  # without it, FastAPI would add its own 422, which is never sent
@@ -32,12 +32,12 @@ def refusals(*statuses: int | str) -> Responses:
 def answers(whole: type, chunk: type) -> Responses:
     """FastAPI's ``responses`` of a route that generates text."""
     events = {"schema": {"$ref": SCHEMA.format(model=chunk.__name__)}}
-    text = "The answer; with stream=true server-sent events, each a chunk as here, and [DONE]"
+    text = "The response; with stream=true server-sent events, each with a chunk like this, then [DONE]"
     return {200: {"model": whole, "description": text, "content": {"text/event-stream": events}}, **refusals()}
 
 
 def describe_chunks(app: FastAPI, *more: type) -> None:
-    """Add the schemas of chunks and ``more`` to the description of ``app``: FastAPI adds those of whole answers."""
+    """Add the schemas of chunks and ``more`` to the description of ``app``: FastAPI adds those of whole responses."""
     describe = app.openapi
 
     def openapi() -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The JSON of answers with embeddings, classes, scores and rankings.
+"""The JSON of responses with embeddings, classes, scores and rankings.
 
 A list of many vectors is written vector by vector: pydantic takes 13 µs for 384 numbers, ``json.dumps`` 150.
 """

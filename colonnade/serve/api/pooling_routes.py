@@ -1,7 +1,7 @@
 """The routes of models that do not generate: embeddings, classes, scores and rankings.
 
-Scores and rankings are those of a class head with one class (a cross-encoder), else cosines of embeddings. A request at
-the wrong kind of model is refused with the right endpoint.
+Scores and rankings are those of a class head with one class (a cross-encoder), otherwise cosines of embeddings. A
+request to the wrong kind of model is refused, naming the right endpoint.
 """
 
 from collections.abc import AsyncGenerator, Callable
@@ -87,7 +87,7 @@ def install(app: FastAPI, find_model: FindModel, metrics: Metrics) -> None:
     @app.post("/v2/rerank", include_in_schema=False)
     @app.post("/v1/rerank", responses=_answers(pooling_replies.RerankReply))
     async def rerank(body: RerankBody, request: Request) -> Response:
-        """Documents in the order of how well they answer a query."""
+        """Documents in the order of their relevance to a query."""
         model = find_model(body.model, request)
         values, outputs = await score(model, body, request)
         with_documents = body.return_documents is not False

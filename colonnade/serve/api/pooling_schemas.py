@@ -1,6 +1,6 @@
 """The bodies of requests for embeddings, classes, scores and rankings: OpenAI's, vLLM's, Jina's and Cohere's.
 
-An unknown parameter is refused, with the nearest known one, as for generation.
+An unknown parameter is refused, with the closest known one, as for generation.
 """
 
 from typing import Annotated, Any, ClassVar, Literal
@@ -14,7 +14,7 @@ from colonnade.serve.api.request_schemas import PROMPT
 from colonnade.serve.pooling_request import PoolingRequest, Text
 
 MAX_TEXTS = 2048
-"""Most texts in one request: OpenAI's limit."""
+"""Maximum number of texts in one request: OpenAI's limit."""
 
 TEXTS: dict[str, Any] = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}, "minItems": 1}]}
 
@@ -51,7 +51,7 @@ class PoolingBody(BaseModel):
 
 
 class InputBody(PoolingBody):
-    """A body whose texts are in ``input``."""
+    """A body with texts in ``input``."""
 
     input: Annotated[Any, WithJsonSchema(PROMPT)]
     add_special_tokens: bool | None = None
@@ -90,7 +90,7 @@ class EmbeddingBody(InputBody):
         """``dimensions``; raises :class:`RequestError` if the model's embeddings, ``width`` wide, have fewer."""
         if self.dimensions is not None and not 1 <= self.dimensions <= width:
             raise RequestError(
-                f"dimensions is {self.dimensions}, and the model's embeddings have {width}; ask for 1 to {width}",
+                f"dimensions is {self.dimensions}, but the model's embeddings have {width}; ask for 1 to {width}",
                 param="dimensions",
             )
         return self.dimensions
@@ -123,12 +123,13 @@ class ScoreBody(PairsBody):
         raise RequestError(f"{info.field_name} {problem}", param=info.field_name)
 
     def pairs(self) -> tuple[list[str], list[str], list[tuple[str, int]]]:
-        """One text with one, one with each of many, or as many with as many."""
+        """One text with one, one with each of many, or two lists of equal length."""
         first, second = (x if isinstance(x, list) else [x] for x in (self.text_1, self.text_2))
         counts = [len(x) if isinstance(x, list) else 0 for x in (self.text_1, self.text_2)]
         if len(first) not in (1, len(second)):
             raise RequestError(
-                f"text_1 has {len(first)} texts and text_2 has {len(second)}; send one text_1, or as many as of text_2",
+                f"text_1 has {len(first)} texts and text_2 has {len(second)}; send one text_1, or as many as text_2 "
+                "has",
                 param="text_1",
             )
         _check_count(len(second), "text_2")
@@ -174,7 +175,7 @@ class RerankBody(PairsBody):
 def _check_count(count: int, field: str) -> None:
     if count > MAX_TEXTS:
         raise RequestError(
-            f"{field} has {count} texts; at most {MAX_TEXTS} in one request; send the others in another",
+            f"{field} has {count} texts; at most {MAX_TEXTS} per request; send the rest in another",
             param=field,
             code="too_many_prompts",
         )

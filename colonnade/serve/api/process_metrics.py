@@ -9,7 +9,7 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 FIRST = "process_start_time_seconds"
-"""The metric of which the smallest value is exported instead of the sum."""
+"""The metric that is exported as its minimum instead of its sum."""
 
 
 class FrontProcesses(Collector):
@@ -31,12 +31,12 @@ class FrontProcesses(Collector):
         yield from totals.values()
 
     def _pids(self) -> Iterator[int]:
-        """This process' parent, and its children that have files here (``counter_PID.db``) and still run."""
+        """This process's parent, and its children that have files here (``counter_PID.db``) and still run."""
         parent = os.getppid()
         yield parent
         for pid in sorted({int(file.stem.rpartition("_")[2]) for file in self._folder.glob("*.db")}):
             try:
-                fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+                fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rsplit(")", 1)[1].split()
             except FileNotFoundError:
                 continue
             if int(fields[1]) == parent and fields[0] != "Z":

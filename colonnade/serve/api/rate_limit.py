@@ -1,9 +1,9 @@
 """Rate limits of an API key as token buckets; pure arithmetic, the caller passes the time.
 
-A bucket holds one minute's allowance and is refilled continuously, so with a limit of n a minute, at most n·(1 + t/60)
-are taken in any t seconds. The number of tokens of a request is not known on arrival: it is accepted while the bucket
-holds at least one, its tokens are taken as they are processed, and a bucket overdrawn that way refuses further requests
-until it has refilled. In the long run the rate is exact.
+A bucket holds one minute's allowance and is refilled continuously, so with a limit of n per minute, at most n·(1 +
+t/60) are taken in any t seconds. The number of tokens of a request is not known on arrival: it is accepted while the
+bucket holds at least one, its tokens are taken as they are processed, and a bucket overdrawn that way refuses further
+requests until it has refilled. In the long run the rate is exact.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ ROUNDING = 1e-6
 
 
 class TokenBucket:
-    """At most ``per_minute`` units a minute, on average and at once."""
+    """At most ``per_minute`` units per minute, on average and in a burst."""
 
     def __init__(self, per_minute: int, now_s: float):
         self.per_minute = per_minute
@@ -88,7 +88,7 @@ class RateLimiter:
         self.active -= 1
 
     def take_tokens(self, count: int, now_s: float) -> None:
-        """Count tokens of a prompt or an answer."""
+        """Count tokens of a prompt or a completion."""
         if bucket := self._buckets.get("tokens"):
             bucket.take(count, now_s)
 

@@ -1,4 +1,4 @@
-"""The JSON objects of all answers, in OpenAI's format; the same types define /openapi.json.
+"""The JSON objects of all responses, in OpenAI's format; the same types define /openapi.json.
 
 They are TypedDicts: a type checker verifies their fields, pydantic derives the description and writes the JSON. That
 takes 1.5 µs for a chunk of a stream; pydantic's models take 6.3, ``json.dumps`` 4.2.
@@ -51,7 +51,7 @@ class TokenUsage(Reply):
 
 
 class ReplyBase(Reply):
-    """The fields with which all answers begin."""
+    """The fields common to all responses."""
 
     id: str
     created: int
@@ -155,14 +155,14 @@ class ChatTokenLogprob(TopLogprob):
 
 
 class ChatLogprobs(Reply):
-    """Log-probabilities of raw logits, one entry a token."""
+    """Log-probabilities of raw logits, one entry per token."""
 
     content: list[ChatTokenLogprob]
     refusal: None
 
 
 class ChatChoice(Reply):
-    """The answer."""
+    """The reply."""
 
     index: int
     message: AssistantMessage
@@ -190,7 +190,7 @@ class Delta(Reply):
 
 
 class ChatChunkChoice(Reply):
-    """A piece of the answer."""
+    """A piece of the reply."""
 
     index: int
     delta: Delta
@@ -219,7 +219,7 @@ class ModelCard(Reply):
     max_model_len: int
     """Tokens that a request may have, prompt and output: the model's context, or what the cache holds of it."""
     capabilities: list[str]
-    """What the model is served for: "completions", and "chat" if it has a chat template."""
+    """The endpoints that the model supports: "completions", and "chat" if it has a chat template."""
 
 
 class ModelList(Reply):
@@ -236,7 +236,7 @@ class Health(Reply):
 
 
 class ReplicaCount(Reply):
-    """How many replicas take requests, of how many."""
+    """Number of replicas that accept requests, and of all replicas."""
 
     up: int
     all: int

@@ -1,4 +1,4 @@
-"""Builds the answers of /v1/completions and /v1/chat/completions from an engine's outputs, whole or as chunks."""
+"""Builds the responses of /v1/completions and /v1/chat/completions from an engine's outputs, whole or as chunks."""
 
 import time
 import uuid
@@ -70,11 +70,11 @@ class LogprobsOptions(NamedTuple):
 
 
 class CompletionReplies:
-    """Builds the answer to one request of /v1/completions."""
+    """Builds the response to one request of /v1/completions."""
 
     prefix: ClassVar = "cmpl"
     sends_text_unchanged = True
-    """Whether a chunk has the output's text as it is: false if it is parsed for tool calls."""
+    """Whether a chunk has the output's text unchanged: false if it is parsed for tool calls."""
 
     def __init__(self, model: str, logprobs: LogprobsOptions, *, token_ids: bool = False):
         """``token_ids``: with the ids of prompts and tokens."""
@@ -84,7 +84,7 @@ class CompletionReplies:
         }  # fmt: skip
 
     def whole(self, completions: list[list[Output]], usage: Usage) -> CompletionReply | ChatReply:
-        """The complete answer, from all outputs of each completion."""
+        """The complete response, from all outputs of each completion."""
         choices = [self._choice(i, outputs) for i, outputs in enumerate(completions)]
         return {**self._base, "object": "text_completion", "choices": choices, "usage": usage.reply()}
 
@@ -122,7 +122,7 @@ class CompletionReplies:
 
 
 class ChatReplies(CompletionReplies):
-    """Builds the answer to one request of /v1/chat/completions."""
+    """Builds the response to one request of /v1/chat/completions."""
 
     prefix: ClassVar = "chatcmpl"
 
@@ -140,7 +140,7 @@ class ChatReplies(CompletionReplies):
         self._parsers: dict[int, ToolCallParser] = {}
 
     def whole(self, completions: list[list[Output]], usage: Usage) -> ChatReply:
-        """The complete answer, from all outputs of each completion."""
+        """The complete response, from all outputs of each completion."""
         choices: list[ChatChoice] = []
         for index, outputs in enumerate(completions):
             message: AssistantMessage = {"role": "assistant", "content": _text(outputs), "refusal": None}
@@ -203,7 +203,7 @@ class ChatReplies(CompletionReplies):
 
 
 def _parse_calls(tool_format: ToolFormat, text: str, reason: FinishReason) -> tuple[AssistantMessage, FinishReason]:
-    """The message with its calls; one that ``max_tokens`` has cut off is left out, since its arguments are not JSON."""
+    """The message with its calls; one that ``max_tokens`` has cut off is omitted, since its arguments are not JSON."""
     parser = ToolCallParser(tool_format)
     parts = [parser.push(text), parser.finish()]
     content = "".join(part.content for part in parts)
@@ -249,7 +249,9 @@ def _finite(logprob: float) -> float:
 
 
 def _token_text(data: bytes) -> str:
-    """The text of a token; one that is no UTF-8 by its bytes, as OpenAI writes it, so that tokens stay distinct."""
+    """The text of a token; one that is not UTF-8 is written by its bytes, as OpenAI does, so that tokens stay
+    distinct.
+    """
     try:
         return data.decode()
     except UnicodeDecodeError:

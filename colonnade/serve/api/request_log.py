@@ -1,7 +1,7 @@
 """ASGI middleware that gives each request an id, counts it, logs it and traces it.
 
 An ``x-request-id`` of 1 to 128 letters, digits, ``_``, ``.`` and ``-`` is kept, any other is replaced by a new one; the
-answer has it. With ``--serve.log json`` each request is one JSON object on stderr, without any text of the client's:
+response has it. With ``--serve.log json`` each request is one JSON object on stderr, without any text of the client's:
 
     {"time": "2026-11-22T03:15:32.118Z", "id": "5f0c…", "client": "127.0.0.1", "key": null, "method": "POST",
      "route": "/v1/completions", "model": "smollm2", "status": 200, "prompt_tokens": 5, "generated_tokens": 16,
@@ -53,7 +53,7 @@ class RequestLog:
         self.log, self.tracer = log, tracer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Call the application, and record how it answered."""
+        """Call the application, and record its response."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return

@@ -1,8 +1,8 @@
-"""OpenAI's request bodies, validated before anything reaches the engine: what both have, and completions.
+"""OpenAI's request bodies, validated before anything reaches the engine: the common part, and completions.
 
 An unsupported parameter is refused by name, unless its value has no effect (``suffix=""``): silently ignoring a
-parameter would give a wrong answer. Parameters that never change the text (``user``, ``metadata``) are accepted. An
-unknown parameter is refused, with the nearest known one.
+parameter would give a wrong result. Parameters that never change the text (``user``, ``metadata``) are accepted. An
+unknown parameter is refused, with the closest known one.
 """
 
 from dataclasses import fields
@@ -22,15 +22,16 @@ MAX_STOP_CHARACTERS = 512
 """Length limit of a stop string: each is searched for at every token."""
 
 MAX_CHOICES = 16
-"""Largest ``n``."""
+"""Maximum ``n``."""
 
 MAX_TOKEN_DIGITS = 9
-"""Longest token id of ``logit_bias``."""
+"""Maximum length of a token id in ``logit_bias``."""
 MAX_PRIORITY = 100
-"""Largest absolute value of a priority: a request rises one class in 30 s, and each must become the first some day."""
+"""Maximum absolute value of a priority: a request rises one class in 30 s, and each must eventually become the
+first."""
 
 MAX_TIMEOUT_S = 1e6
-"""Largest timeout [s]."""
+"""Maximum timeout [s]."""
 
 UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "top_logprobs": (0,),
@@ -113,14 +114,14 @@ class ResponseFormat(BaseModel):
     def _has_its_schema(self) -> Self:
         if (self.type == "json_schema") != (self.json_schema is not None):
             raise RequestError(
-                "response_format.json_schema and the type 'json_schema' belong together; send both or neither",
+                "response_format.json_schema and the type 'json_schema' must be sent together; send both or neither",
                 param="response_format",
             )
         return self
 
     @property
     def structured_outputs(self) -> StructuredOutputs | None:
-        """What the text must match, if anything."""
+        """The grammar that the text must match, if any."""
         if self.json_schema is not None and self.json_schema.schema_ is not None:
             return StructuredOutputs(json=self.json_schema.schema_)
         return None if self.type == "text" else StructuredOutputs(json_object=True)
@@ -203,17 +204,14 @@ class Body(SamplingFields, SchedulingFields):
     @model_validator(mode="after")
     def _stream_options_need_stream(self) -> Self:
         if self.stream_options and not self.stream:
-            raise RequestError(
-                "stream_options belong to stream=true; set it, or leave them out", param="stream_options"
-            )
+            raise RequestError("stream_options needs stream=true; set it, or remove them", param="stream_options")
         return self
 
     @model_validator(mode="after")
     def _prompt_logprobs_are_not_streamed(self) -> Self:
         if self.prompt_logprobs is not None and self.stream:
             raise RequestError(
-                "prompt_logprobs are not part of a stream; leave stream out, or use echo and logprobs of "
-                "/v1/completions",
+                "prompt_logprobs cannot be streamed; remove stream, or use echo and logprobs of /v1/completions",
                 param="prompt_logprobs",
             )
         return self
@@ -222,7 +220,7 @@ class Body(SamplingFields, SchedulingFields):
     def _best_of_is_n(self) -> Self:
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise RequestError(
-                f"best_of is {self.best_of} and n is {self.n or 1}: all choices are returned; leave best_of out",
+                f"best_of is {self.best_of} and n is {self.n or 1}: all choices are returned; remove best_of",
                 param="best_of",
             )
         return self
@@ -239,7 +237,7 @@ class Body(SamplingFields, SchedulingFields):
 
     @property
     def include_usage(self) -> bool:
-        """True if a last chunk with the usage is wanted."""
+        """True if a final chunk with the usage is requested."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
     @property
@@ -262,7 +260,9 @@ class Body(SamplingFields, SchedulingFields):
         return {}
 
     def _structured_outputs(self) -> StructuredOutputs | None:
-        """What the text must match, from the one field that says it: OpenAI's, vLLM's, or vLLM's older ones."""
+        """The grammar that the text must match, from the one field that sets it: OpenAI's, vLLM's, or vLLM's older
+        ones.
+        """
         found: dict[str, StructuredOutputs] = {}
         if self.response_format is not None and (wanted := self.response_format.structured_outputs):
             found["response_format"] = wanted
@@ -272,7 +272,7 @@ class Body(SamplingFields, SchedulingFields):
             if (value := getattr(self, name := f"guided_{kind}")) is not None:
                 found[name] = StructuredOutputs(**{kind: value})
         if len(found) > 1:
-            raise RequestError(f"{' and '.join(found)} exclude one another; send one", param=[*found][1])
+            raise RequestError(f"{' and '.join(found)} are mutually exclusive; send one", param=[*found][1])
         return next(iter(found.values()), None)
 
     @property
@@ -325,7 +325,7 @@ class CompletionBody(Body):
     def _beams_give_one_choice(self) -> Self:
         if self.beams is not None and self.beams > 1 and (self.n or 1) > 1:
             raise RequestError(
-                "n and beams exclude one another: a beam search has one best text; leave n out", param="n"
+                "n and beams are mutually exclusive: beam search returns one best text; remove n", param="n"
             )
         return self
 

@@ -1,4 +1,4 @@
-"""The answer to POST /v1/responses, whole or as a stream of typed events.
+"""The response to POST /v1/responses, whole or as a stream of typed events.
 
     response.created, response.in_progress
     for a message       response.output_item.added, response.content_part.added, response.output_text.delta, …,
@@ -7,7 +7,7 @@
                         response.function_call_arguments.done, response.output_item.done
     response.completed, response.incomplete (max_output_tokens or the context) or response.failed
 
-The whole answer is the response of the last event.
+The whole response is in the last event.
 """
 
 import time
@@ -41,7 +41,7 @@ class OutputText(Reply):
 
 
 class OutputMessage(Reply):
-    """A message of the answer."""
+    """A message of the response."""
 
     type: Literal["message"]
     id: str

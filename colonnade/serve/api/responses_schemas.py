@@ -45,13 +45,13 @@ CHAT_NAMES = {
     "messages": "input", "response_format": "text", "structured_outputs": "text", "max_tokens": "max_output_tokens",
     "max_completion_tokens": "max_output_tokens",
 }  # fmt: skip
-"""Parameters of a chat, and what they are called here."""
+"""Parameters of a chat, and their names here."""
 
 AS_IN_CHATS = (*SamplingFields.model_fields, "chat_template_kwargs", "parallel_tool_calls")
 """Parameters that are those of a chat."""
 
 _UNREAD = frozenset({"id", "status", "phase", "annotations", "logprobs", "parsed", "parsed_arguments"})
-"""Fields of earlier outputs that clients send back, and that say nothing to the model."""
+"""Fields of earlier outputs that clients send back, and that mean nothing to the model."""
 
 INPUT: dict[str, Any] = {
     "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}, "minItems": 1}],
@@ -76,7 +76,8 @@ class TextFormat(_Strict):
     def _has_its_schema(self) -> Self:
         if (self.type == "json_schema") != (self.schema_ is not None):
             raise RequestError(
-                "text.format.schema and the type 'json_schema' belong together; send both or neither", param="text"
+                "text.format.schema and the type 'json_schema' must be sent together; send both or neither",
+                param="text",
             )
         return self
 
@@ -116,7 +117,7 @@ class NamedFunction(_Strict):
 
 
 class StreamOptions(_Strict):
-    """``stream_options``; obfuscation hides the lengths of deltas, and nothing is added here."""
+    """``stream_options``; obfuscation, which hides the lengths of deltas, is not implemented."""
 
     include_obfuscation: Literal[False] | None = None
 
@@ -161,7 +162,7 @@ class ResponsesBody(SamplingFields, SchedulingFields):
 
     @cached_property
     def chat(self) -> ChatBody:
-        """The same as a chat; raises :class:`RequestError` for what neither can express."""
+        """The same as a chat; raises :class:`RequestError` for what a chat cannot represent."""
         values: dict[str, Any] = {name: value for name in AS_IN_CHATS if (value := getattr(self, name)) is not None}
         values["messages"] = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
         values["messages"] += to_messages(self.input)
@@ -194,7 +195,7 @@ def to_messages(given: object) -> list[dict[str, Any]]:
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
     if not isinstance(given, list) or not given:
-        raise RequestError("input must be a text, or a list of items that is not empty", param="input")
+        raise RequestError("input must be a string, or a non-empty list of items", param="input")
     messages: list[dict[str, Any]] = []
     for i, item in enumerate(given):
         if not isinstance(item, dict):
@@ -236,7 +237,7 @@ def _check_fields(values: Mapping[str, Any], expected: set[str], where: str) -> 
     if missing := sorted(expected - values.keys()):
         raise RequestError(f"{where} has no '{missing[0]}'; send it", param="input")
     if unknown := sorted(values.keys() - expected):
-        raise RequestError(f"{where} has the unknown field '{unknown[0][:80]}'; leave it out", param="input")
+        raise RequestError(f"{where} has the unknown field '{unknown[0][:80]}'; remove it", param="input")
 
 
 def _text(content: object, where: str) -> str:
@@ -244,7 +245,7 @@ def _text(content: object, where: str) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise RequestError(f"{where} is {format_value(content)}; it must be a text or a list of parts", param="input")
+        raise RequestError(f"{where} is {format_value(content)}; it must be a string or a list of parts", param="input")
     parts: list[str] = []
     for j, part in enumerate(content):
         kind, text = (part.get("type"), part.get("text")) if isinstance(part, dict) else (part, None)
@@ -252,6 +253,6 @@ def _text(content: object, where: str) -> str:
             what = (
                 f"{where}.{j} is a part of type {format_value(kind)}; only text (input_text, output_text) is supported"
             )
-            raise RequestError(f"{what}; leave the others out", param="input")
+            raise RequestError(f"{what}; remove the others", param="input")
         parts.append(text)
     return "".join(parts)

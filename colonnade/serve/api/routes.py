@@ -1,4 +1,4 @@
-"""The HTTP routes. Every answer comes from one loop over an engine's outputs, sent whole or as a stream of chunks.
+"""The HTTP routes. Every response comes from one loop over an engine's outputs, sent whole or as a stream of chunks.
 
 When a client disconnects its request is cancelled: closing the generator of :meth:`EngineClient.run_batches` does that,
 and it is closed however the handler ends.
@@ -115,7 +115,7 @@ def build_app(
 
     @app.post("/v1/chat/completions", responses=openapi.answers(replies.ChatReply, replies.ChatChunk))
     async def chat(body: ChatBody, request: Request) -> Response:
-        """Answer a conversation, with the model's chat template."""
+        """Reply to a conversation, with the model's chat template."""
         model = find_model(body.model, request)
         options = body.tool_options(tool_notation(model))
         tool_format, token_ids = options.format if options else None, bool(body.return_token_ids)
@@ -124,7 +124,7 @@ def build_app(
 
     @app.post("/v1/responses", responses=openapi.answers(ResponseReply, ResponseEvent))
     async def responses(body: ResponsesBody, request: Request) -> Response:
-        """Answer an input of messages and function calls; nothing is stored."""
+        """Respond to messages and function calls; nothing is stored."""
         model = find_model(body.model, request)
         options = body.chat.tool_options(tool_notation(model))
         builder = ResponseReplies(model.name, body, options.format if options else None)
@@ -205,7 +205,7 @@ def build_app(
         batches = _with_metrics(model.engine.run_batches(generation), timer, record)
         usage = Usage(generation.n)
         if body.stream:
-            # The first output decides between a stream and an error with a status of its own.
+            # The first output decides between a stream and an error with its own status.
             first = await unless_disconnected(request, anext(batches))
             options = {"include_usage": body.include_usage, "continuous": body.continuous_usage}
             return EventStream(events(first, batches, builder, usage, **options))

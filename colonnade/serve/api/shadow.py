@@ -1,4 +1,4 @@
-"""ASGI middleware that repeats a share of the requests at another server, and logs comparisons of the answers.
+"""ASGI middleware that repeats a share of the requests at another server, and logs comparisons of the responses.
 
     answer sent -> bounded queue -> the shadow's answer -> a line of --serve.shadow_log
                    full: dropped    dead, late: counted     (colonnade.serve.shadow_comparison)
@@ -42,21 +42,21 @@ ROUTES = GENERATION_ROUTES | {
 }  # fmt: skip
 
 MAX_ANSWER_BYTES = 4 << 20
-"""Longer answers are not compared [bytes]."""
+"""Longer responses are not compared [bytes]."""
 
 NOT_COMPARED = frozenset({429, CLIENT_CLOSED_REQUEST, 503, 504})
 """Statuses that depend on the load, or on the client, and not on the request."""
 
 MAX_QUEUED = 256
 MAX_QUEUED_BYTES = 64 << 20
-"""Requests that wait for the shadow, and the bytes of these and of their answers."""
+"""Requests that wait for the shadow, and the bytes of these and of their responses."""
 
 SENDERS = 8
-"""Requests that the shadow answers at the same time."""
+"""Maximum number of concurrent requests to the shadow."""
 
 CONNECT_S = 5.0
 ANSWER_S = 300.0
-"""Time for a connection to the shadow, and for its whole answer [s]."""
+"""Time for a connection to the shadow, and for its whole response [s]."""
 
 
 @dataclass(frozen=True)
@@ -81,14 +81,16 @@ class Shadow:
 
     def __init__(self, config: ServeConfig):
         if config.shadow is None or config.shadow_log is None:
-            raise ConfigError("--serve.shadow and --serve.shadow_log belong together; set both, or none")
+            raise ConfigError("--serve.shadow and --serve.shadow_log must be used together; set both or neither")
         self.url, self.share, self._key = config.shadow.rstrip("/"), config.shadow_share, config.upstream_key
         self.log = Path(config.shadow_log)
         try:
             with self.log.open("a"):
                 pass
         except OSError as error:
-            raise ConfigError(f"--serve.shadow_log {self.log}: {error.strerror}; give a file to append to") from None
+            raise ConfigError(
+                f"--serve.shadow_log {self.log}: {error.strerror}; use a file that can be appended to"
+            ) from None
         self.count: Callable[[str], object] = lambda _result: None
         """Called with "compared", "unanswered" or "dropped" for each request."""
         self._waiting: asyncio.Queue[_Answered] = asyncio.Queue(MAX_QUEUED)
@@ -106,7 +108,7 @@ class Shadow:
             self._senders = [asyncio.create_task(self._send_all()) for _ in range(SENDERS)]
 
     async def close(self) -> None:
-        """Drop what waits."""
+        """Drop the waiting requests."""
         for task in self._senders:
             task.cancel()
         await asyncio.gather(*self._senders, return_exceptions=True)
@@ -142,7 +144,7 @@ class Shadow:
         return result
 
     async def _ask(self, it: _Answered, http: "httpx.AsyncClient") -> tuple[int | None, bytes]:
-        """(status, answer) of the shadow; the status is None if it does not answer, or answers without end."""
+        """(status, response) of the shadow; the status is None if it does not respond, or never ends."""
         import httpx
 
         headers = {"content-type": it.content_type, "x-request-id": it.id, HEADER: "1"}
@@ -208,7 +210,7 @@ class ShadowRequests:
 
 
 def with_seed(body: bytes) -> bytes:
-    """The body of a request with a random ``seed``, if it has none; one that is no JSON object stays as it is."""
+    """The body of a request with a random ``seed``, if it has none; one that is not a JSON object is unchanged."""
     try:
         values: Any = json.loads(body)
     except (ValueError, RecursionError):

@@ -43,7 +43,7 @@ class FrontKeyState(KeyState):
             self._control.send("end_request", key=self.key.sha256)
 
     def take_tokens(self, count: int) -> None:
-        """Count tokens of a prompt or an answer."""
+        """Count tokens of a prompt or a completion."""
         if self.key.tokens_per_minute is not None and count:
             if not self._tokens:
                 asyncio.get_running_loop().call_later(FLUSH_S, self._flush)

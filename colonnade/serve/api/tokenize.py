@@ -22,10 +22,10 @@ class TokenizeBody(BaseModel):
     prompt: str | None = None
     messages: list[ChatMessage] | None = None
     add_special_tokens: bool | None = None
-    """Add the tokens that begin or end every text, as /v1/completions does; by default so for a prompt. The chat
+    """Add the tokenizer's begin and end tokens, as /v1/completions does; the default for a prompt. The chat
     template writes those of ``messages``."""
     add_generation_prompt: bool | None = None
-    """Whether the beginning of an answer follows the messages; true by default."""
+    """Whether the beginning of a reply follows the messages; true by default."""
     return_token_strs: bool | None = None
 
     @model_validator(mode="after")
@@ -36,11 +36,11 @@ class TokenizeBody(BaseModel):
             raise RequestError("messages is empty; send at least one", param="messages")
         if self.messages is not None and self.add_special_tokens:
             raise RequestError(
-                "the chat template writes the special tokens of messages; leave add_special_tokens out",
+                "the chat template adds the special tokens of messages; remove add_special_tokens",
                 param="add_special_tokens",
             )
         if self.prompt is not None and self.add_generation_prompt is not None:
-            raise RequestError("add_generation_prompt belongs to messages; leave it out", param="add_generation_prompt")
+            raise RequestError("add_generation_prompt is only for messages; remove it", param="add_generation_prompt")
         return self
 
 
@@ -70,7 +70,7 @@ class DetokenizeReply(replies.Reply):
 
 
 class TokenizerInfo(replies.Reply, total=False):
-    """GET /tokenizer_info: what ``tokenizer_config.json`` says."""
+    """GET /tokenizer_info: the contents of ``tokenizer_config.json``."""
 
     tokenizer_class: str
     clean_up_tokenization_spaces: bool

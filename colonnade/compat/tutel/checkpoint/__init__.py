@@ -1,4 +1,4 @@
-"""Tutel's tools for converting checkpoints to another number of ranks, and their common functions.
+"""Tutel's tools for converting checkpoints to a different number of ranks, and their common functions.
 
     python -m colonnade.compat.tutel.checkpoint.gather --inputs 'run/{rank}.ckpt' --input_size 2 --output whole.ckpt
     python -m colonnade.compat.tutel.checkpoint.scatter --input whole.ckpt --output_size 8 --outputs 'new/{rank}.ckpt'
@@ -32,11 +32,13 @@ def read(path: str) -> dict[str, Any]:
         raise CheckpointError(f"cannot read '{path}': {error.strerror}; check the path") from error
     except Exception as error:  # RuntimeError, KeyError, EOFError, UnpicklingError: it depends on the bytes
         raise CheckpointError(
-            f"'{path}' is damaged, or holds more than tensors, numbers and dictionaries of them, and objects are not "
-            "unpickled; save the model's state_dict by itself where you trust the file"
+            f"'{path}' is damaged, or contains more than tensors, numbers and dictionaries of them (other objects are "
+            "not unpickled); if you trust the file, save the model's state_dict on its own"
         ) from error
     if not isinstance(loaded, dict):
-        raise CheckpointError(f"'{path}' holds a {type(loaded).__name__}, not a dictionary; give a state dict")
+        raise CheckpointError(
+            f"'{path}' holds a {type(loaded).__name__}, not a dictionary; use a file with a state dict"
+        )
     return loaded
 
 
@@ -45,7 +47,7 @@ def inside(whole: dict[str, Any], namespace: str, path: str) -> dict[str, Any]:
     for key in filter(None, namespace.split("/")):
         if not isinstance(whole.get(key), dict):
             raise CheckpointError(
-                f"'{path}' has no dictionary '{key}' on the way '{namespace}', but {sorted(map(str, whole))[:8]}; "
+                f"'{path}' has no dictionary '{key}' on the path '{namespace}', but {sorted(map(str, whole))[:8]}; "
                 "change --namespace"
             )
         whole = whole[key]
@@ -85,11 +87,11 @@ def expert_names(state: dict[str, Any], layers: dict[str, int]) -> dict[str, int
 
 
 def check_size(experts: int, size: int) -> None:
-    """Raise :class:`CheckpointError` for numbers of which neither divides the other."""
+    """Raise :class:`CheckpointError` if neither number divides the other."""
     if size < 1 or (experts % size and size % experts):
         raise CheckpointError(
-            f"{experts} experts do not divide over {size} ranks, nor the ranks over the experts; use a divisor or a "
-            f"multiple of {experts} ranks"
+            f"{experts} experts cannot be divided among {size} ranks, nor the ranks among the experts; use a divisor "
+            f"or a multiple of {experts} ranks"
         )
 
 

@@ -17,7 +17,7 @@ def gather(inputs: str, input_size: int, output: str, namespace: str = "", defau
     which lack the number of experts. Raises :class:`CheckpointError` for files that do not fit together.
     """
     if input_size > 1 and "{rank}" not in inputs:
-        raise CheckpointError(f"no {{rank}} in '{inputs}', so {input_size} ranks have one file; give a pattern")
+        raise CheckpointError(f"no {{rank}} in '{inputs}', so {input_size} ranks share one file; use a pattern with it")
     paths = [apply_rank_size_from_pattern(inputs, rank, input_size, create_dir=False) for rank in range(input_size)]
     whole = read(paths[0])
     state = inside(whole, namespace, paths[0])
@@ -25,7 +25,7 @@ def gather(inputs: str, input_size: int, output: str, namespace: str = "", defau
     state.update({f"{prefix}{COUNT}": torch.tensor(E) for prefix, E in layers.items()})
     if not layers:
         raise CheckpointError(
-            f"'{paths[0]}' has no layer of experts; give --namespace where the state dict is inside other "
+            f"'{paths[0]}' has no layer of experts; set --namespace where the state dict is inside other "
             f"dictionaries, or --default_num_global_experts for a file without '{COUNT}'"
         )
     names = expert_names(state, layers)
@@ -35,7 +35,7 @@ def gather(inputs: str, input_size: int, output: str, namespace: str = "", defau
     for path in paths[1:]:
         theirs = inside(read(path), namespace, path)
         if missing := sorted(pieces.keys() - theirs.keys()):
-            raise CheckpointError(f"'{path}' lacks '{missing[0]}', which rank 0 has; gather the files of one run")
+            raise CheckpointError(f"'{path}' lacks '{missing[0]}', which rank 0 has; use files from one run")
         for name, parts in pieces.items():
             parts.append(theirs[name])
     for name, E in names.items():
@@ -52,7 +52,7 @@ def joined(name: str, pieces: list[Tensor], experts: int) -> Tensor:
     """A parameter of all experts from each rank's part of it."""
     first, size = pieces[0], len(pieces)
     if any(piece.shape != first.shape for piece in pieces):
-        raise CheckpointError(f"ranks differ in the shape of '{name}'; gather the files of one run")
+        raise CheckpointError(f"the shape of '{name}' differs between ranks; use files from one run")
     if experts % size:  # a rank's part is a slice of one expert
         return torch.cat(pieces).reshape(experts, -1, *first.shape[2:])
     if first.dim() > 1 and len(first) * size != experts:
@@ -66,9 +66,9 @@ def joined(name: str, pieces: list[Tensor], experts: int) -> Tensor:
 def main(argv: list[str] | None = None) -> None:
     """The program."""
     parser = ArgumentParser(prog="python -m colonnade.compat.tutel.checkpoint.gather", description=__doc__)
-    parser.add_argument("--inputs", required=True, help="the ranks' files, with {rank} (and {size}) in the name")
+    parser.add_argument("--inputs", required=True, help="files of the ranks, with {rank} (and {size}) in the name")
     parser.add_argument("--input_size", type=int, required=True, help="number of ranks that wrote them")
-    parser.add_argument("--output", required=True, help="the file to write")
+    parser.add_argument("--output", required=True, help="output file")
     parser.add_argument("--namespace", default="", help="keys that lead to the state dict, such as model")
     parser.add_argument(
         "--default_num_global_experts", type=int, default=0, help=f"experts on all ranks, for files without {COUNT}"

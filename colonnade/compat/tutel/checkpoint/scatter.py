@@ -26,14 +26,16 @@ def scatter(input: str, output_size: int, outputs: str, namespace: str = "") -> 
     Raises :class:`CheckpointError` for experts that cannot be split this way.
     """
     if output_size > 1 and "{rank}" not in outputs:
-        raise CheckpointError(f"no {{rank}} in '{outputs}', so {output_size} ranks have one file; give a pattern")
+        raise CheckpointError(
+            f"no {{rank}} in '{outputs}', so {output_size} ranks share one file; use a pattern with it"
+        )
     whole = read(input)
     state = inside(whole, namespace, input)
     layers = layers_of(state)
     if not layers:
         raise CheckpointError(
-            f"'{input}' has no layer of experts with an entry '{COUNT}'; give --namespace where the state dict is "
-            "inside other dictionaries, or make the file with gather"
+            f"'{input}' has no layer of experts with an entry '{COUNT}'; set --namespace where the state dict is "
+            "inside other dictionaries, or create the file with gather"
         )
     for E in set(layers.values()):
         check_size(E, output_size)
@@ -60,7 +62,7 @@ def part(name: str, stack: Tensor, experts: int, size: int, rank: int) -> Tensor
         one = F.pad(one, (0, -one.shape[dim] % ranks))
     if dim == 0 or one.shape[dim] % ranks:
         raise CheckpointError(
-            f"an expert of '{name}', of shape {tuple(one.shape[1:])}, does not divide over {ranks} ranks; use fewer"
+            f"an expert of '{name}', of shape {tuple(one.shape[1:])}, cannot be divided over {ranks} ranks; use fewer"
         )
     return one.chunk(ranks, dim)[rank % ranks].clone()
 
@@ -68,9 +70,9 @@ def part(name: str, stack: Tensor, experts: int, size: int, rank: int) -> Tensor
 def main(argv: list[str] | None = None) -> None:
     """The program."""
     parser = ArgumentParser(prog="python -m colonnade.compat.tutel.checkpoint.scatter", description=__doc__)
-    parser.add_argument("--input", required=True, help="the file of all experts")
+    parser.add_argument("--input", required=True, help="file with all experts")
     parser.add_argument("--output_size", type=int, required=True, help="number of ranks that will read them")
-    parser.add_argument("--outputs", required=True, help="the ranks' files, with {rank} (and {size}) in the name")
+    parser.add_argument("--outputs", required=True, help="files of the ranks, with {rank} (and {size}) in the name")
     parser.add_argument("--namespace", default="", help="keys that lead to the state dict, such as model")
     command(parser, scatter, argv)
 

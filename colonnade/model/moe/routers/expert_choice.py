@@ -4,8 +4,8 @@
 
 (Section 3.2.) T counts the tokens of all ranks: scores are gathered, and of equal scores the token with the lower index
 wins, so no layout changes the choice. A token may be taken by any number of experts, also by none; A is the mean.
-Weights are never renormalised. An expert that chooses among a sequence's tokens sees later ones: a decoder trained so
-knows more than it will when it generates (section 6).
+Weights are never renormalised. An expert that chooses among a sequence's tokens sees later ones: a decoder trained this
+way has information that it lacks in generation (section 6).
 """
 
 import torch
@@ -16,7 +16,7 @@ from colonnade.model.moe.router import RouterInput, RouterOutput, router
 
 @router("expert_choice")
 def expert_choice(inputs: RouterInput) -> RouterOutput:
-    """Up to E choices a token, its highest weight first."""
+    """Up to E choices per token, its highest weight first."""
     E = inputs.moe.experts
     probs_TE = inputs.logits_TE.softmax(1)
     (all_TE,), row_T = in_global_order(inputs.token_axis, inputs.index_T, probs_TE)

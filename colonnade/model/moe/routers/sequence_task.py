@@ -50,7 +50,7 @@ def task(inputs: RouterInput) -> RouterOutput:
         groups = _groups(inputs)
         if groups.count > config.tasks:
             raise ConfigError(
-                f"the stream has {groups.count} tasks, and the router {config.tasks}; raise model.moe.router.tasks"
+                f"the stream has {groups.count} tasks, but the router has {config.tasks}; raise model.moe.router.tasks"
             )
         clean_TE = table_UE[groups.group_T]
     logits_TE = inputs.noisy(clean_TE)
@@ -60,9 +60,9 @@ def task(inputs: RouterInput) -> RouterOutput:
 def _groups(inputs: RouterInput) -> TokenGroups:
     if inputs.token_groups is None:
         kind = inputs.moe.router.kind
-        remedy = "set --experts.task" if kind == "task" else "use another router where that is not known"
+        remedy = "set --experts.task" if kind == "task" else "use another router if that is not known"
         raise ConfigError(
-            f"router '{kind}' decides once for a {kind}, and the stream does not say which tokens are of which; "
-            f"give its Routing the token_groups, or {remedy} (in generation, for one)"
+            f"router '{kind}' decides once for a {kind}, but the stream does not say which token belongs to which; "
+            f"set token_groups in its Routing, or {remedy} (in generation, for one)"
         )
     return inputs.token_groups

@@ -2,7 +2,7 @@
 
     s = σ(W x)        i = top-A of s + b, within the best groups        w = s_i / Σ s_i · scale
 
-The bias affects which experts are chosen, never their weights; it is updated against the load once a step, so no
+The bias affects which experts are chosen, never their weights; it is updated against the load once per step, so no
 auxiliary loss is needed.
 """
 
