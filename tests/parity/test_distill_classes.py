@@ -327,7 +327,7 @@ def test_what_does_not_apply_is_refused(teachers: dict[str, str], tmp_path: Path
     refused("pp=1 and cp=2", plan=Plan(cp=2))
     refused("not spans or choices", model={"task_head": "spans", "classes": 0})
     refused("not spans or choices", model={"classes": 1})
-    refused("weights in int8 are for models that generate", weights="int8")
+    refused("distill.weights int8 is for teachers that generate text", weights="int8")
 
 
 def test_another_tokenizer_is_refused(tmp_path: Path) -> None:
