@@ -249,7 +249,7 @@ def test_inconsistent_runs_are_refused(config: RunConfig, tmp_path: Path) -> Non
         DataError, match=r"is not the data that .* was trained on: it has a different tokenizer; use that"
     ):
         Trainer(short.replace(data=DataConfig(path=other, sequence=16))).fit()
-    with pytest.raises(ConfigError, match=r"data.seed is 7, and .* trained with 0: .* set --data.seed 0, restart the"):
+    with pytest.raises(ConfigError, match=r"data.seed is 7, but .* trained with 0: .* set --data.seed 0, restart the"):
         Trainer(short.replace(data=short.data.replace(seed=7))).fit()
     with pytest.raises(ConfigError, match=r"data.sequence is 8, but .* trained with 16"):
         Trainer(short.replace(data=short.data.replace(sequence=8))).fit()
