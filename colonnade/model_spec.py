@@ -169,13 +169,13 @@ def load_checked(
     dtype, opened, plan = resolve_dtype(context.device, spec.dtype), once.take() or spec.open(), spec.plan
     draft = spec.open_draft(opened)
     ranks = {"tp": plan.tp, "cp": plan.cp, "ep": plan.ep, "etp": plan.etp}
-    serve = spec.serve
+    serve, formats = spec.serve, {}
     if serve.weights in ("stored", "file") and opened.formats:
-        serve = serve.replace(weights=opened.weights)
+        serve, formats = serve.replace(weights=opened.weights), opened.formats
     check_memory(
         EngineSpec(
             opened.config, serve, dtype, context.device, **ranks, layers_on_device=spec.experts.layers_on_device,
-            draft=None if draft is None else draft.config,
+            formats=formats, draft=None if draft is None else draft.config,
         )
     )  # fmt: skip
     model = spec.load_opened(opened, context)

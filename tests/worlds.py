@@ -62,7 +62,7 @@ class _Pool:
 
     def __init__(self) -> None:
         self.workers: list[tuple[Any, Connection]] = []
-        self.folder = tempfile.TemporaryDirectory()
+        self.folder: tempfile.TemporaryDirectory[str] | None = None
         self.context = mp.get_context("spawn")  # by the fork server: in milliseconds
         atexit.register(self.close)
 
@@ -76,6 +76,8 @@ class _Pool:
             self.workers.append((process, ours))
 
     def _crash_log(self, rank: int) -> str:
+        if self.folder is None:  # not before: a process forked from this one would remove it when it ends
+            self.folder = tempfile.TemporaryDirectory()
         return f"{self.folder.name}/{rank}"
 
     def _describe_exit(self, rank: int) -> str:

@@ -109,6 +109,8 @@ class _Search:
         rest = {name.rpartition(".")[2]: value for name, value in changes.items() if not name.startswith("serve.")}
         if "dtype" in rest:
             rest["dtype"] = getattr(torch, str(rest["dtype"]))
+        if "weights" in serve:
+            rest["formats"] = {}  # those of the checkpoint no longer apply
         return self.spec.replace(serve=self.spec.serve.replace(**serve), **rest)
 
     def needs(self, changes: Changes) -> MemoryNeeds | None:

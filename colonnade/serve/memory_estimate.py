@@ -15,7 +15,7 @@ not included: the engine plans for a share of the free memory
 (:data:`~colonnade.parallel.device_memory.USABLE_FRACTION`).
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
 import torch
@@ -25,7 +25,7 @@ from colonnade.config.memory_remedies import MemoryUse
 from colonnade.kernels.linear.reference import BAND_ELEMENTS
 from colonnade.model import KVCache, Transformer
 from colonnade.model.moe.expert_offload import device_bytes
-from colonnade.model.weight_only_quant import quantisable_shapes, weight_bytes_as
+from colonnade.model.weight_only_quant import Formats, quantisable_shapes, weight_bytes_as
 from colonnade.parallel.axis import Axes, Axis, ExpertAxes
 from colonnade.serve.batch_rows import padded_batch_size
 from colonnade.serve.resolve_config import EngineTraits, draft_config, resolve_config
@@ -79,6 +79,8 @@ class EngineSpec:
     """Layers whose experts are on the device."""
     weights: int | None = None
     """Bytes of a loaded model's weights; None: estimated from its shape."""
+    formats: Formats = field(default_factory=dict, hash=False)
+    """The formats of quantised matrices that are kept as the checkpoint stores them."""
     draft: ModelConfig | None = None
     """The draft model, if ``serve.draft`` names one; rank 0 has all of it."""
     draft_weights: int | None = None
@@ -104,6 +106,8 @@ class EngineSpec:
         if self.draft is None or self.serve.draft_model is None:
             return None
         serve = draft_config(self.resolved, EngineTraits(self.draft, self.dtype, self.device))
+        if self.formats:  # serve.weights is the format of this model's file, not of the draft's
+            serve = serve.replace(weights="stored")
         return EngineSpec(self.draft, serve, self.dtype, self.device, weights=self.draft_weights)
 
     @cached_property
@@ -161,7 +165,10 @@ class EngineSpec:
     def _weight_bytes(self) -> int:
         if self.weights is not None:
             return self.weights
-        storage = partial(weight_bytes_as, weights=self.serve.weights, group=self.serve.weight_group)
+        storage = partial(
+            weight_bytes_as, weights="stored" if self.formats else self.serve.weights, group=self.serve.weight_group,
+            formats=self.formats,
+        )  # fmt: skip
         return device_bytes(self._shape, self.layers_on_device, storage)
 
     def _layer_bytes(self, tokens: int) -> int:

@@ -243,7 +243,7 @@ def check_same_tokenizer(opened: OpenedModel, model: str, setting: str, corpus: 
     if corpus.has_tokenizer:
         split = corpus.split("train")
         tokens = split.read(0, min(PROBE_TOKENS, split.tokens)).tolist()
-        remedy = f"make it again with colonnade corpus … --tokenizer {model}"
+        remedy = f"rebuild it with colonnade corpus … --tokenizer {model}"
         check_same_encoding(opened, model, setting, corpus.tokenizer, tokens, str(corpus.path), remedy)
 
 

@@ -13,13 +13,14 @@ from colonnade.compress import Compression, compress
 from colonnade.compress.gptq import damped, error, gptq, nearest
 from colonnade.compress.recover import recover
 from colonnade.compress.ternary_training import round_trits
-from colonnade.config import ModelConfig, MoeConfig
+from colonnade.config import ModelConfig, MoeConfig, ServeConfig
 from colonnade.config.feature_checks import check_quantised
 from colonnade.errors import CheckpointError, ConfigError, PlanError
 from colonnade.kernels.linear import cuda_ternary, ternary
 from colonnade.kernels.linear.quantise import dequantise, quantise, stored_bytes
-from colonnade.model.weight_only_quant import quantised_kind, quantised_parameters, weight_bytes
+from colonnade.model.weight_only_quant import StoredFormat, quantised_kind, quantised_parameters, weight_bytes
 from colonnade.parallel.distributed_context import DistributedContext
+from colonnade.serve.memory_estimate import EngineSpec
 from colonnade.tune import prune, score_experts
 from tests.models import CONFIGS
 from tests.models import build as built
@@ -195,6 +196,22 @@ def test_what_cannot_be_ternary() -> None:
     with pytest.raises(PlanError, match=r"etp=8 leaves each rank 9 of moe\.ffn_width 72"):
         check_quantised(mixture(67), "ternary", 18, tp=1, etp=8)
     check_quantised(mixture(67), "ternary", 18, tp=1, etp=4)
+
+
+def test_memory_of_a_stored_model_is_estimated(tmp_path) -> None:
+    """From the words of its files; an estimate without them, of a model that is to be made ternary, is refused."""
+    model = built(mixture(101), dtype=torch.float32)
+    compress(model, Compression(weights="ternary", by="nearest", word=24), [])
+    formats = {name: StoredFormat.of(weight) for name, weight in quantised_parameters(model).items()}
+    spec = EngineSpec(
+        model.config, ServeConfig(weights="ternary", pages=4), torch.float32, torch.device("cpu"), formats=formats
+    )
+    assert spec.needs().weights == weight_bytes(model)
+    draft = built(CONFIGS["llama"], dtype=torch.float32)
+    drafted = spec.replace(draft=draft.config, serve=spec.serve.replace(draft="small"))
+    assert drafted.needs().draft == weight_bytes(draft)
+    with pytest.raises(ConfigError, match="ternary words have 18, 24, 32 weights, not 64"):
+        spec.replace(formats={}).needs()
 
 
 @pytest.mark.slow
