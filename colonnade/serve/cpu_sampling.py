@@ -41,7 +41,7 @@ def sample_few(
     seed_R = np.array(seeds, np.int64)
     noise_R = _lowbias32_((seed_R & LOW).astype(np.uint32))
     noise_R = _lowbias32_(noise_R ^ (seed_R >> 32 & LOW).astype(np.uint32))
-    noise_R = _lowbias32_(noise_R ^ np.array(indices, np.uint32))
+    noise_R = _lowbias32_(noise_R ^ (np.array(indices, np.int64) & LOW).astype(np.uint32))
     u_RV = _lowbias32_(noise_R[:, None] ^ _column_hashes(x_RV.shape[1])).view(np.int32).astype(np.float64)
     u_RV += 2.0**31 + 0.5
     u_RV *= 2.0**-32

@@ -63,14 +63,14 @@ def test_sorting_all_tokens_gives_the_same_tokens():
 def test_few_rows_on_one_thread_give_the_same_tokens(
     dtype: torch.dtype, rowwise: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also rows that are not finite; seeds and positions use all of their bits."""
+    """Also rows that are not finite; seeds and positions use all of their bits. A draft model's rows begin at -1."""
     generator = torch.Generator().manual_seed(1)
     for rows, V in ((1, 1), (3, 65), (40, 2048)):
         logits_RV = (3 * torch.randn(rows, V, generator=generator)).to(dtype)
         if rows == 3:
             logits_RV[1, 64], logits_RV[2] = math.nan, -math.inf
         for temperature in (1.0, 0.7):
-            args = [request((i * 7919 << 38) + i, i % 3, temperature=temperature) for i in range(rows)]
+            args = [request((i * 7919 << 38) + i, i % 3 - 1, temperature=temperature) for i in range(rows)]
             monkeypatch.setattr(sampler, "FEW_LOGITS", 0)
             expected = sampler.sample(logits_RV, args, rowwise=rowwise)
             monkeypatch.setattr(sampler, "FEW_LOGITS", rows * V)
