@@ -9,7 +9,7 @@ Containers and job schedulers nest groups; every one of them limits the process,
 from collections.abc import Iterator
 from pathlib import Path
 
-PROC = Path("/proc")
+from colonnade.proc_stat import PROC
 
 
 def control_groups(controller: str, proc: Path = PROC) -> Iterator[tuple[int, Path]]:

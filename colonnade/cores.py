@@ -26,9 +26,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from colonnade.cgroups import PROC, control_groups
+from colonnade.cgroups import control_groups
 from colonnade.config.base import plural
 from colonnade.errors import ConfigError
+from colonnade.proc_stat import PROC, stat_fields
 
 SYS = Path("/sys/devices/system")
 
@@ -301,10 +302,7 @@ def _read_text(file: Path) -> str:
 
 def _current_cpu(proc: Path) -> int | None:
     """The CPU on which this process runs; the kernel starts processes where the load is least."""
-    stat = proc / "self" / "stat"
-    # The name of the program in it is cut after 15 bytes.
-    text = stat.read_text(encoding="utf-8", errors="replace") if stat.is_file() else ""
-    return int(text.rpartition(")")[2].split()[36]) if text else None
+    return int(stat_fields("self", proc)[36]) if (proc / "self" / "stat").is_file() else None
 
 
 # -- this process ------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from colonnade.data.tokenizer import Tokenizer
 from colonnade.tune import Example
 
 PERIODS = (1790, 1861, 1913, 1965)
-"""First years."""
+"""First year of each period."""
 QUOTED = 16
 """Consecutive words that make a passage a quotation."""
 TRAINING = ("labelled", "transfer")

@@ -59,7 +59,7 @@ class Settings:
     held_out: int = 1200
     """Test passages; half as many for development."""
     epochs: float = 3.0
-    """Of the teacher."""
+    """Epochs of the teacher."""
     steps: int = 300
     batch: int = 64
     jobs: int = 1
@@ -79,11 +79,11 @@ class Settings:
 
     @property
     def kinds(self) -> list[Kind]:
-        """Of the students."""
+        """The kinds of students that are trained."""
         return [Kind(LABELS), *(Kind(loss, mix) for mix in self.mixes for loss in ("kl", "dist"))]
 
     def choices(self, kind: Kind) -> list[Choice]:
-        """What is tried with the first seed."""
+        """The learning rates and temperatures tried with the first seed."""
         temperatures = (1.0,) if kind.loss == LABELS else self.temperatures
         return [Choice(*each) for each in product(self.rates, temperatures)]
 
@@ -97,7 +97,7 @@ class StudentJob(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Of its run."""
+        """The name of its run."""
         (loss, mix), (lr, temperature) = self.kind, self.choice
         how = "" if loss == LABELS else f"-mix{mix:g}-t{temperature:g}"
         return f"{loss}-lr{lr:g}{how}-seed{self.seed}"
@@ -143,7 +143,7 @@ def trained(name: str, model: ModelConfig, settings: Settings, rows: list[Exampl
 
 
 def accuracies(folder: Path, data: dict[str, list[Example]], device: str) -> Accuracies:
-    """Of the development and the test passages, in float32."""
+    """Accuracy on the development and the test passages, in float32."""
     with colonnade.load(folder, device=device, dtype="float32") as model:
         return {part: accuracy(model.transformer, data[part], at_once=128) for part in ("development", "test")}
 

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from colonnade.errors import CheckpointError
+from colonnade.proc_stat import stat_fields
 
 LOCK = ".lock"
 HEARTBEAT_S = 10.0
@@ -227,8 +228,7 @@ def _start_time(pid: int) -> str | None:
             return ""
         return ""
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")  # a program's name may have any bytes
+        fields = stat_fields(pid)
     except (FileNotFoundError, ProcessLookupError):
         return None
-    fields = stat.rpartition(")")[2].split()
     return None if fields[0] in "ZX" else fields[19]

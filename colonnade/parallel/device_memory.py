@@ -16,8 +16,9 @@ from typing import NamedTuple
 
 import torch
 
-from colonnade.cgroups import PROC, control_groups
+from colonnade.cgroups import control_groups
 from colonnade.parallel.launch import local_world_size
+from colonnade.proc_stat import PROC
 
 USABLE_FRACTION = 0.95
 """Of free memory; allocators and libraries need the rest."""

@@ -8,6 +8,8 @@ from prometheus_client import ProcessCollector
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
+from colonnade.proc_stat import stat_fields
+
 FIRST = "process_start_time_seconds"
 """The metric that is exported as its minimum instead of its sum."""
 
@@ -36,7 +38,7 @@ class FrontProcesses(Collector):
         yield parent
         for pid in sorted({int(file.stem.rpartition("_")[2]) for file in self._folder.glob("*.db")}):
             try:
-                fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rsplit(")", 1)[1].split()
+                fields = stat_fields(pid)
             except FileNotFoundError:
                 continue
             if int(fields[1]) == parent and fields[0] != "Z":
