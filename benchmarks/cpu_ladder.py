@@ -60,7 +60,7 @@ from PIL import Image
 
 from colonnade.api import Model, load_tokenizer, save
 from colonnade.config.presets import preset
-from colonnade.cores import OPENMP_VARIABLES, child_placement, idle_warning, place, read_machine
+from colonnade.cores import OPENMP_VARIABLES, child_placement, idle_warning, place_replicas, read_machine
 from colonnade.data.readers import sotu_documents
 from colonnade.model import Transformer, initialise
 from colonnade.parallel.distributed_context import DistributedContext
@@ -216,7 +216,7 @@ def image_workers(step: Step, workers: int) -> Iterator[list[str]]:
     """The URLs of the workers, which start at the same time."""
     path = os.pathsep.join([str(ROOT), str(ROOT / "benchmarks"), *filter(None, sys.path)])
     command = [sys.executable, "-m", "harness.image_worker", *step.flags]
-    places = place(read_machine(), workers)
+    places = place_replicas(read_machine(), workers)
     with ExitStack() as stack:
         processes: list[subprocess.Popen[str]] = []
         for number in range(workers):
@@ -311,7 +311,7 @@ def measure(service: str, settings: Settings, rounds: int) -> list[dict[str, Cel
     runs: dict[str, Callable[[int], Served]] = {step.name: partial(run_step, service, step, settings) for step in steps}
     results = turns(runs, rounds, warm_up=0)
     rates = {name: statistics.median(each.requests_per_s for each in results[name]) for name in runs}
-    threads = {step.name: place(read_machine(), settings.workers)[0].threads if step.pinned else step.threads
+    threads = {step.name: place_replicas(read_machine(), settings.workers)[0].threads if step.pinned else step.threads
                for step in steps}  # fmt: skip
     rows: list[dict[str, Cell]] = []
     for step in steps:
@@ -443,7 +443,7 @@ def main(argv: list[str] | None = None) -> None:
         return
     machine, neighbours = read_machine(), Neighbours()
     workers = args.workers or min(4, machine.usable)
-    place(machine, workers)  # refuses more workers than cores
+    place_replicas(machine, workers)  # refuses more workers than cores
     if warning := idle_warning(machine, workers):
         print(warning, flush=True)
     settings = Settings(

@@ -114,7 +114,7 @@ def ours(
             engine = state.feed._engine.engine
             assert engine is not None
             began = time.perf_counter()
-            engine.refresh(lambda own: copy_weights(state.model, own))
+            engine.update_weights(lambda own: copy_weights(state.model, own))
             float(next(engine.model.parameters()).sum())
             refresh_s = time.perf_counter() - began
     return seconds, tokens, refresh_s

@@ -36,7 +36,7 @@ from colonnade.speech.corpus import Corpus
 from colonnade.speech.data import MANIFEST, make_data, read_manifest
 from colonnade.speech.features import FRAME, RATE
 from colonnade.speech.fit import FitSettings, fit, word_error_rate
-from colonnade.speech.listen import Listeners
+from colonnade.speech.listen import StreamingRecogniser
 from colonnade.speech.model import SpeechModel
 from harness.report import RESULTS, ROOT, Cell, Headline, folder_of, report
 
@@ -67,7 +67,7 @@ def hear(
     beam: int | None = None,
 ) -> Heard:
     """Stream a recording in parts of a frame; what is computed delays what follows it."""
-    listeners, texts, letter_s = Listeners(model, beam=beam), [], []
+    listeners, texts, letter_s = StreamingRecogniser(model, beam=beam), [], []
     stream, busy_s, now_s = listeners.open(sizes.segment, sizes.right), 0.0, 0.0
     parts = samples.split(FRAME)
     for i in range(len(parts) + 1):

@@ -29,7 +29,7 @@ NOISY = 5.0
 def measure(model: SpeechModel, corpus: Corpus, streamed: int) -> list[dict[str, Cell]]:
     """A row for each number of hypotheses."""
     rows: list[dict[str, Cell]] = []
-    sizes = model.choose(*SIZES)
+    sizes = model.choose_segments(*SIZES)
     for beam in BEAMS:
         clean, noisy = (word_error_rate(model, corpus, snr, False, sizes=sizes, beam=beam) for snr in (None, NOISY))
         found = streams(model, corpus, None, False, sizes, streamed, beam)

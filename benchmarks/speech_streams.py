@@ -30,7 +30,7 @@ from colonnade.errors import DataError
 from colonnade.speech.face import FaceDetector, FaceTracker, has_weights
 from colonnade.speech.features import FRAME, RATE
 from colonnade.speech.front_end import Frames
-from colonnade.speech.listen import Listeners
+from colonnade.speech.listen import StreamingRecogniser
 from colonnade.speech.model import SpeechModel
 from colonnade.speech.search import GreedySearch
 from colonnade.speech.streams import StreamPool
@@ -49,9 +49,9 @@ def talker(preset: str) -> SpeechModel:
     return SpeechModel(SPEECH_PRESETS[preset]).requires_grad_(False).eval()
 
 
-def listeners_of(model: SpeechModel, streams: int = 1) -> Listeners:
+def listeners_of(model: SpeechModel, streams: int = 1) -> StreamingRecogniser:
     """Listeners whose search computes all it needs, and then emits letters at random, as many as speech has."""
-    listeners, random = Listeners(model, streams), torch.Generator().manual_seed(0)
+    listeners, random = StreamingRecogniser(model, streams), torch.Generator().manual_seed(0)
 
     def logprobs(e_RD: torch.Tensor, p_RD: torch.Tensor) -> torch.Tensor:
         found_RV = model.joint.logprobs(e_RD, p_RD)
@@ -120,9 +120,9 @@ def live(
             mouth = tracker.crop(decode_rgb(files[t % len(files)]))
             found_mouths += mouth is not None
             if mouth is not None:
-                listeners.see(stream, t, mouth)
+                listeners.add_picture(stream, t, mouth)
         elif seen:
-            listeners.see(stream, t, decode_jpeg(files[t % 25], model.config.picture) if decodes else ready)
+            listeners.add_picture(stream, t, decode_jpeg(files[t % 25], model.config.picture) if decodes else ready)
         listeners.push(stream, part)
         while found := listeners.step():
             letters += len(found[stream])
@@ -169,7 +169,7 @@ def crowd(model: SpeechModel, preset: str, streams: int, seconds: float) -> dict
     start_s = time.process_time()
     for t, part in enumerate(parts):
         for stream in opened:
-            listeners.see(stream, t, picture)
+            listeners.add_picture(stream, t, picture)
             listeners.push(stream, part)
         while listeners.step():
             pass

@@ -40,7 +40,7 @@ from typing import Any
 
 import colonnade
 import cpu_ladder
-from colonnade.cores import place, read_machine
+from colonnade.cores import place_replicas, read_machine
 from harness.http_load import Served, closed_loop
 from harness.paired_timing import Neighbours
 from harness.report import RESULTS, ROOT, Cell, Headline, folder_of, report
@@ -247,7 +247,7 @@ def measure(settings: Settings, args: argparse.Namespace) -> None:
                  "requests/s", "the teacher, pinned", round(speed["pinned"], 1)),
     ]  # fmt: skip
     machine = read_machine()
-    threads = place(machine, args.workers or min(4, machine.usable))[0].threads
+    threads = place_replicas(machine, args.workers or min(4, machine.usable))[0].threads
     notes = (
         f"{__doc__}\n{known['sizes']}, {settings.words} words each; teacher {settings.epochs:g} epochs, students "
         f"{settings.steps} steps of {settings.batch}; trained on {known['where']}; served on {machine.usable} usable "

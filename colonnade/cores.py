@@ -33,16 +33,16 @@ from colonnade.proc_stat import PROC, stat_fields
 
 SYS = Path("/sys/devices/system")
 
-SLOW = 0.8
+SLOW_SHARE = 0.8
 """A core is an efficiency core if its capacity or top frequency is under this part of the fastest core's."""
 
-BUSY = 0.25
+MAX_IDLE_LOAD = 0.25
 """Cores count as shared if processes keep more than this part of them busy, in the last minute and at the start."""
 
 SAMPLE_S = 0.1
 """How long the CPUs are watched where the last minute was busy: that may be a server that has just ended."""
 
-SPINS = 5000
+SPIN_COUNT = 5000
 """Rounds for which a waiting OpenMP thread that owns its core spins before it sleeps, about 50 µs; libgomp's default is
 300,000. SmolLM2 on two idle cores, 8 tokens: 0.20 s, default 0.26 to 0.30 s, without spinning 0.37 s."""
 
@@ -92,7 +92,7 @@ class Machine(NamedTuple):
     @property
     def idle(self) -> bool:
         """Whether nothing else is expected to use the cores."""
-        return not self.throttled and self.load <= BUSY
+        return not self.throttled and self.load <= MAX_IDLE_LOAD
 
 
 class CpuPlacement(NamedTuple):
@@ -114,7 +114,7 @@ class CpuPlacement(NamedTuple):
 # -- placement ---------------------------------------------------------------------------------------------------------
 
 
-def place(machine: Machine, replicas: int = 1, ranks: int = 1) -> tuple[CpuPlacement, ...]:
+def place_replicas(machine: Machine, replicas: int = 1, ranks: int = 1) -> tuple[CpuPlacement, ...]:
     """A placement for each of ``replicas`` with ``ranks`` processes; raises :class:`ConfigError` for too many replicas.
 
     If there are more ranks than CPUs, those of a replica share its CPUs.
@@ -134,7 +134,7 @@ def place(machine: Machine, replicas: int = 1, ranks: int = 1) -> tuple[CpuPlace
         if threads:
             break
     else:
-        shared = place(machine, replicas)
+        shared = place_replicas(machine, replicas)
         return tuple(CpuPlacement(each.ranks * ranks, 1, owned=False) for each in shared)
     owned = machine.idle and replicas * ranks * threads <= machine.cores
     blocks = _blocks(level, len(levels[0]), replicas, ranks, threads, exclusive=not machine.throttled)
@@ -147,24 +147,24 @@ def auto_replicas(machine: Machine, ranks: int = 1) -> int:
     More would divide a batch, and each would read all weights: decoding is bound by the node's memory bandwidth.
     """
     nodes = min(len({cpu.node for cpu in machine.cpus}), machine.usable)
-    return max(range(1, nodes + 1), key=lambda n: (used(machine, n, ranks), -n))
+    return max(range(1, nodes + 1), key=lambda n: (cores_used(machine, n, ranks), -n))
 
 
-def used(machine: Machine, replicas: int, ranks: int = 1) -> int:
+def cores_used(machine: Machine, replicas: int, ranks: int = 1) -> int:
     """Cores that ``replicas`` use, at most :attr:`Machine.usable`."""
-    return min(machine.usable, replicas * ranks * place(machine, replicas, ranks)[0].threads)
+    return min(machine.usable, replicas * ranks * place_replicas(machine, replicas, ranks)[0].threads)
 
 
 def idle_warning(machine: Machine, replicas: int, ranks: int = 1) -> str:
     """A warning for the operator if ``replicas`` leave cores idle; otherwise empty."""
-    working, usable = used(machine, replicas, ranks), machine.usable
+    working, usable = cores_used(machine, replicas, ranks), machine.usable
     if working == usable:
         return ""
     most = usable // ranks
-    complete = [n for n in range(1, most + 1) if used(machine, n, ranks) == usable]
+    complete = [n for n in range(1, most + 1) if cores_used(machine, n, ranks) == usable]
     nearest = sorted(sorted(complete, key=lambda n: abs(n - replicas))[:2])
     remedy = f"; --serve.replicas {' or '.join(map(str, nearest))} would use all" if nearest else ""
-    threads = place(machine, replicas, ranks)[0].threads
+    threads = place_replicas(machine, replicas, ranks)[0].threads
     return (
         f"{plural(replicas, 'replica')} of {plural(ranks, 'rank')} with {plural(threads, 'thread')} use {working} of "
         f"{usable} cores and leave {1 - working / usable:.0%} idle, since each rank stays within a NUMA node and all "
@@ -185,11 +185,11 @@ def _pools(machine: Machine) -> tuple[list[Pool], ...]:
     def grouped(cpus: Sequence[Cpu]) -> list[Pool]:
         pools: dict[tuple[bool, bool, int], Pool] = {}
         for cpu in sorted(cpus, key=lambda each: (each.socket, each.core, each.number)):
-            pools.setdefault((cpu.speed < SLOW * fastest, cpu.node != first, cpu.node), []).append(cpu.number)
+            pools.setdefault((cpu.speed < SLOW_SHARE * fastest, cpu.node != first, cpu.node), []).append(cpu.number)
         return [pools[key] for key in sorted(pools)]
 
     cores = [cpu for cpu in machine.cpus if firsts[cpu.core] == cpu.number]
-    fast = [cpu for cpu in cores if cpu.speed >= SLOW * fastest]
+    fast = [cpu for cpu in cores if cpu.speed >= SLOW_SHARE * fastest]
     return grouped(fast), grouped(cores), grouped(machine.cpus)
 
 
@@ -238,7 +238,7 @@ def read_machine(sys: Path = SYS, proc: Path = PROC, allowed: Sequence[int] | No
 def _load(cpus: Sequence[int], proc: Path) -> float:
     """Share of the CPUs that was busy during the last minute, or is busy now if that is less."""
     minute = os.getloadavg()[0] / (os.cpu_count() or 1) if hasattr(os, "getloadavg") else 0.0
-    return minute if minute <= BUSY else min(minute, _busy_now(tuple(cpus), proc))
+    return minute if minute <= MAX_IDLE_LOAD else min(minute, _busy_now(tuple(cpus), proc))
 
 
 @functools.cache
@@ -321,12 +321,12 @@ def set_openmp(environ: MutableMapping[str, str], threads: int, *, owned: bool) 
     if not any(name in environ for name in OPENMP_VARIABLES):
         environ["OMP_WAIT_POLICY"] = "PASSIVE"
         if owned:
-            environ["GOMP_SPINCOUNT"] = str(SPINS)
-    elif environ.get("GOMP_SPINCOUNT") == str(SPINS) and not owned:  # set by the process that started this one
+            environ["GOMP_SPINCOUNT"] = str(SPIN_COUNT)
+    elif environ.get("GOMP_SPINCOUNT") == str(SPIN_COUNT) and not owned:  # set by the process that started this one
         del environ["GOMP_SPINCOUNT"]
 
 
-def set_openmp_alone(environ: MutableMapping[str, str]) -> None:
+def set_openmp_unpinned(environ: MutableMapping[str, str]) -> None:
     """:func:`set_openmp` for one process that is not pinned, or for each that torchrun started on this machine.
 
     The number of threads is the user's, if OMP_NUM_THREADS is set.
@@ -356,7 +356,7 @@ def child_placement(cpus: CpuPlacement | None, environ: MutableMapping[str, str]
     if cpus:
         set_openmp(environ, cpus.threads, owned=cpus.owned)
     else:
-        set_openmp_alone(environ)
+        set_openmp_unpinned(environ)
     try:
         if pinned:
             os.sched_setaffinity(0, pinned)

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from colonnade.config import EncoderConfig, ModelConfig, MoeConfig, RelativePositions, RouterConfig
-from colonnade.model import Beside, Crossed, Packed, Source, Stream, Transformer, initialise
+from colonnade.model import EncoderDecoderAttend, Packed, PackedMemory, Source, Stream, Transformer, initialise
 from colonnade.parallel.axis import SOLO_AXES, Axes
 from colonnade.parallel.layout import WHOLE, layout_of, local_part
 
@@ -68,11 +68,13 @@ def texts(lengths: list[int], vocab_size: int, seed: int = 1) -> list[Tensor]:
     return [torch.randint(2, vocab_size, (n,), generator=generator) for n in lengths]
 
 
-def inputs(sources: list[Tensor], targets: list[Tensor], kernels: str = "auto") -> tuple[Stream, Crossed]:
+def inputs(sources: list[Tensor], targets: list[Tensor], kernels: str = "auto") -> tuple[Stream, EncoderDecoderAttend]:
     """(stream, attend) of pairs in one pass."""
     positions_T, positions_S = (torch.cat([torch.arange(len(x)) for x in part]) for part in (targets, sources))
     own = Packed.of([len(x) for x in targets], kernels=kernels)
     source = Packed.of([len(x) for x in sources], causal=False, kernels=kernels)
     stream = Stream(torch.cat(targets), positions_T, source=Source(torch.cat(sources), positions_S))
     lengths = {"longest": (own.longest, source.longest), "equal": own.equal and source.equal}
-    return stream, Crossed(own, source, Beside(source.cu_seqlens, own.cu_seqlens, kernels=kernels, **lengths))
+    return stream, EncoderDecoderAttend(
+        own, source, PackedMemory(source.cu_seqlens, own.cu_seqlens, kernels=kernels, **lengths)
+    )

@@ -156,11 +156,11 @@ def check_ternary_tables() -> int:
     """Both levels say of every word what the table of all words says."""
     for trits in ternary.NONZERO:
         used = ternary.word_count(trits)
-        block, starts, rest = triton_ternary.blocks(trits)
+        block, starts, rest = triton_ternary.two_level_tables(trits)
         start = starts[block[:used].long()]
         entries = rest[torch.arange(used) - (start & 0xFFFF)]
         found = torch.stack([start >> 16, *(entries >> 8 * j & 255 for j in range(ternary.NONZERO[trits] - 1))])
-        exact = torch.stack([triton_ternary.places(trits)[:used] >> 8 * j & 255 for j in range(4)])
+        exact = torch.stack([triton_ternary.position_table(trits)[:used] >> 8 * j & 255 for j in range(4)])
         exact = exact[: ternary.NONZERO[trits]]
         assert torch.equal(found.sort(0).values, exact.sort(0).values)
     return len(ternary.NONZERO)

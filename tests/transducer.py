@@ -66,7 +66,7 @@ def compute(
     found = kernels.lattice(blank, label, cells.frames_B, cells.labels_B)
     posts = (x.transpose(1, 2).to(lse.dtype) for x in (found.blank_BTU, found.label_BTU))
     grads = kernels.gradients(*tensors, cells, Posteriors(lse, *posts, grad_B.to(lse.dtype)), **at)
-    place_M = cells.places()
+    place_M = cells.cell_indices()
     inside = {name: x.reshape(-1)[place_M] for name, x in zip(("top", "sum", "blank", "label"), stats, strict=True)}
     posteriors = {"blank posterior": found.blank_BTU, "label posterior": found.label_BTU}
     return inside | posteriors | {"loss": found.loss_B} | grads._asdict()

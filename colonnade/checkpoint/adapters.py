@@ -63,7 +63,7 @@ def _read_native(folder: Path, config: ModelConfig) -> dict[str, Tensor]:
     return found
 
 
-def merging(load: LoadWeights, adapter: Adapter) -> LoadWeights:
+def merge_after_load(load: LoadWeights, adapter: Adapter) -> LoadWeights:
     """``load`` of the base model, followed by the merge of ``adapter``."""
     adapters, config = adapter.tensors, adapter.model
 

@@ -25,7 +25,7 @@ from colonnade.model.weight_only_quant import StoreWeight, copy_weight
 
 WEIGHTS, SPEC, VERSION = "model.bin", "WhisperSpec", 6
 _TYPES: dict[int, type[np.generic]] = {0: np.float32, 1: np.int8, 2: np.int16, 3: np.int32, 4: np.float16}
-_MOST_RECORDS = 1 << 16
+_MAX_RECORDS = 1 << 16
 
 
 class _FusedBridgeKV(BridgeKV):
@@ -132,7 +132,7 @@ class CT2File:
             )
         reader.number("I")  # revision of the specification
         count = reader.number("I")
-        if count > _MOST_RECORDS:
+        if count > _MAX_RECORDS:
             raise CheckpointError(f"{self.path} lists {count:,} tensors, more than any model has; download it again")
         for _ in range(count):
             name, rank = reader.name(), reader.number("B")

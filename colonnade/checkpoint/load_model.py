@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 
 from colonnade.checkpoint import atomic_folder, native
-from colonnade.checkpoint.adapters import merging, read_adapter
+from colonnade.checkpoint.adapters import merge_after_load, read_adapter
 from colonnade.checkpoint.atomic_folder import Manifest
 from colonnade.checkpoint.ct2 import CT2File, is_ct2
 from colonnade.checkpoint.gguf.read import GGUFFile
@@ -175,8 +175,8 @@ def with_adapter(opened: OpenedModel, location: str | Path) -> OpenedModel:
 
     return replace(
         opened,
-        load_weights=merging(opened.load_weights, adapter),
-        read_weights=merging(opened.read_weights, adapter),
+        load_weights=merge_after_load(opened.load_weights, adapter),
+        read_weights=merge_after_load(opened.read_weights, adapter),
         load_masters=load_masters,
         adapters=True,
     )

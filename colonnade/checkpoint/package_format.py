@@ -39,7 +39,7 @@ class Processor(Config):
     """The version of torch that compiled it."""
 
     @staticmethod
-    def here() -> "Processor":
+    def current() -> "Processor":
         """That of this machine."""
         cpuinfo = Path("/proc/cpuinfo")
         lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
@@ -51,7 +51,7 @@ class Processor(Config):
 
     def check(self, folder: Path) -> None:
         """Raise :class:`CheckpointError` unless this machine can run the code of the package in ``folder``."""
-        here, again = Processor.here(), "export the model again on this machine"
+        here, again = Processor.current(), "export the model again on this machine"
         if here.machine != self.machine:
             raise CheckpointError(f"{folder} was compiled for {self.machine}, and this is {here.machine}; {again}")
         if missing := sorted({*self.instructions} - {*here.instructions}):

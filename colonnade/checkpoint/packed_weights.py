@@ -10,8 +10,8 @@ The file is named by a hash of everything that it depends on: the checkpoint's c
 instruction set, and the source of the code that reads and packs. It ends with a checksum of all before it, which is
 verified at each start: a damaged or truncated file is made again. It is written under a temporary name and then linked
 to its own: of processes that pack at the same time one is first, and the others use its file. Without a usable folder,
-or on a full disk, engines pack for themselves, after one line. Files that no start has used for :data:`KEPT_DAYS` are
-deleted.
+or on a full disk, engines pack for themselves, after one line. Files that no start has used for :data:`MAX_UNUSED_DAYS`
+are deleted.
 
     magic, length of the header     8 + 8 bytes
     header                          JSON: a table of tensors
@@ -51,9 +51,9 @@ log = logging.getLogger(__name__)
 PackedUse = Literal["never", "copied", "mapped"]
 """How an engine uses packed weights."""
 FOLDER = Path("~/.cache/colonnade/weights")
-SMALLEST_BYTES = 16 << 20
+MIN_PACKED_BYTES = 16 << 20
 """Weights of fewer bytes are packed at each start, which takes less than a second."""
-KEPT_DAYS = 30
+MAX_UNUSED_DAYS = 30
 PACKAGE, SOURCES = Path(__file__).parents[1], ("checkpoint", "model", "kernels/linear")
 """The package, and its folders whose code decides the bytes of packed weights."""
 MAGIC = b"clnpack1"
@@ -97,7 +97,7 @@ def load_packed(
         return found
     model = pack()
     fused_block.store_in_blocks(model)
-    if weight_only_quant.weight_bytes(model) < SMALLEST_BYTES:
+    if weight_only_quant.weight_bytes(model) < MIN_PACKED_BYTES:
         return model
     try:
         _write(model, path)
@@ -282,7 +282,7 @@ def _delete_old(folder: Path) -> None:
     for path in folder.iterdir():
         try:
             age_s = time.time() - path.stat().st_mtime
-            if age_s > KEPT_DAYS * 86_400 or (path.suffix == ".part" and age_s > 86_400):
+            if age_s > MAX_UNUSED_DAYS * 86_400 or (path.suffix == ".part" and age_s > 86_400):
                 path.unlink()
         except FileNotFoundError:  # another process has deleted it
             continue

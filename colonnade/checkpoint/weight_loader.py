@@ -89,7 +89,7 @@ class WeightLoader:
 
     def _find_formats(self, shapes: Mapping[str, Shape]) -> dict[str, StoredFormat]:
         """The parameters that are kept quantised: all their tensors are, in the same form."""
-        form_of = getattr(self.source, "form", None)
+        form_of = getattr(self.source, "stored_format", None)
         if form_of is None:
             return {}
         found: dict[str, StoredFormat] = {}

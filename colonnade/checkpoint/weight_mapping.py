@@ -53,7 +53,7 @@ class TensorSource(Protocol):
 class QuantisedTensorSource(TensorSource, Protocol):
     """A source with some tensors in quantised forms that our kernels multiply."""
 
-    def form(self, name: str) -> StoredFormat | None:
+    def stored_format(self, name: str) -> StoredFormat | None:
         """The form of tensor ``name``; None if it is read as a dense one."""
         ...
 

@@ -12,7 +12,7 @@ from tyro.conf import Positional, arg
 
 from colonnade.cli.common import GenerativeModel, console, refuse_torchrun
 from colonnade.config import Device, Plan
-from colonnade.cores import BUSY, read_machine
+from colonnade.cores import MAX_IDLE_LOAD, read_machine
 from colonnade.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def bench(
     on: Literal["cpu", "cuda"] = "cuda" if choose_device(Plan(), device) == "cuda" else "cpu"
     name, ceilings, speeds = machine_name(on), list["Ceilings"](), list["DecodeSpeed"]()
     try:
-        if on == "cpu" and (load := read_machine().load) > BUSY:
+        if on == "cpu" and (load := read_machine().load) > MAX_IDLE_LOAD:
             console.print(
                 f"other processes keep {min(1, load):.0%} of the CPUs busy: this machine can do more", soft_wrap=True
             )

@@ -29,7 +29,7 @@ from colonnade.cli.speech import SPEECH, speech
 from colonnade.cli.training import demo, distill, presets, train, train_with_defaults
 from colonnade.config import did_you_mean
 from colonnade.config.plugins import load_plugin
-from colonnade.cores import set_openmp_alone
+from colonnade.cores import set_openmp_unpinned
 from colonnade.errors import ColonnadeError, ConfigError, Interrupted
 
 ABOUT = """Trains and serves large transformers with one model definition, from a laptop to a cluster.
@@ -155,7 +155,7 @@ def main(argv: list[str] | None = None) -> None:
         print(f"colonnade {version('colonnade')}")
         return
     try:
-        set_openmp_alone(os.environ)  # before anything imports torch
+        set_openmp_unpinned(os.environ)  # before anything imports torch
         for plugin in _pop_imports(argv):
             load_plugin(plugin)
         parse(argv)()

@@ -56,7 +56,7 @@ class Moments:
         highest_D = torch.maximum(self.max_D, other.max_D)
         return Moments(self.outer_DD + other.outer_DD, self.abs_D + other.abs_D, highest_D, self.rows + other.rows)
 
-    def over(self, dp: Axis) -> "Moments":
+    def all_reduce(self, dp: Axis) -> "Moments":
         """The sums over the rows of all ranks."""
         if dp.size == 1:
             return self
@@ -117,9 +117,9 @@ class InputStatistics:
         """The statistics over the texts of both."""
         return self._each(lambda mine, theirs: mine + theirs, other)
 
-    def over(self, dp: Axis) -> "InputStatistics":
+    def all_reduce(self, dp: Axis) -> "InputStatistics":
         """The statistics over the texts of all ranks."""
-        return self if dp.size == 1 else self._each(lambda mine, _: mine.over(dp), self)
+        return self if dp.size == 1 else self._each(lambda mine, _: mine.all_reduce(dp), self)
 
     def _each(self, run: Callable[[Moments, Moments], Moments], other: "InputStatistics") -> "InputStatistics":
         result = InputStatistics(self.block)
@@ -207,7 +207,7 @@ class BlockRunner:
                     self._run(layer, *text)
             return statistics
 
-        return tree_sum(map(of, self._slots), lambda a, b: a + b).over(self.dp)
+        return tree_sum(map(of, self._slots), lambda a, b: a + b).all_reduce(self.dp)
 
     def advance(self, layer: int) -> None:
         """Replace the texts' activations with the outputs of block ``layer``."""
@@ -225,7 +225,7 @@ class BlockRunner:
                 moments.add(x_TD)
             return moments
 
-        return tree_sum(map(of, self._slots), lambda a, b: a + b).over(self.dp)
+        return tree_sum(map(of, self._slots), lambda a, b: a + b).all_reduce(self.dp)
 
     def _run(self, layer: int, stream: Stream, attend: Packed, x_TD: Tensor) -> Tensor:
         fresh = stream._replace(routing=self._routing(len(x_TD), x_TD.device))

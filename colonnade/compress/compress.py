@@ -19,7 +19,7 @@ from colonnade.compress.fold import fold
 from colonnade.compress.gptq import gptq, nearest
 from colonnade.compress.grids import GridKind
 from colonnade.compress.ranks import WholeBlock, check_ranks
-from colonnade.compress.sparse24 import OF, by_size, sparsegpt
+from colonnade.compress.sparse24 import GROUP, by_size, sparsegpt
 from colonnade.config import Config, WeightGroup
 from colonnade.config.feature_checks import check_quantised
 from colonnade.errors import CheckpointError, ConfigError, DataError
@@ -38,7 +38,7 @@ from colonnade.model.weight_only_quant import (
 
 Weights = Kind | Literal["sparse24"]
 """The target format: a quantised format, or zeros in two of every four inputs."""
-FOLDED: tuple[Weights, ...] = ("int4", "int8_dynamic")
+FOLDABLE_FORMATS: tuple[Weights, ...] = ("int4", "int8_dynamic")
 """Formats for which folding has a rule."""
 
 
@@ -97,7 +97,7 @@ def compress(
         for name in modules:
             _assign(model, name, _rounding(None, compression), kind)
         return
-    folds = kind in FOLDED and (compression.fold or compression.by == "fold")
+    folds = kind in FOLDABLE_FORMATS and (compression.fold or compression.by == "fold")
     _check_texts(modules_inputs(model), compression, texts)
     runner = BlockRunner(model, texts)
     for layer in range(model.config.layers):
@@ -117,10 +117,10 @@ def compress(
 
 def check_fold(weights: Weights) -> None:
     """Raise :class:`ConfigError` unless there is a rule to fold scales for ``weights``."""
-    if weights not in FOLDED:
+    if weights not in FOLDABLE_FORMATS:
         raise ConfigError(
-            f"there is no rule for folding scales for {weights}, only for {' and '.join(FOLDED)}; use --by gptq or "
-            "nearest"
+            f"there is no rule for folding scales for {weights}, only for {' and '.join(FOLDABLE_FORMATS)}; "
+            "use --by gptq or nearest"
         )
 
 
@@ -203,7 +203,7 @@ def _check(model: Transformer, compression: Compression) -> None:
         check_quantised(model.config, compression.weights, compression.group, tp=1)
         return
     for name, (_count, _outputs, inputs) in quantisable_shapes(model).items():
-        if name.startswith("blocks.") and inputs % OF:
+        if name.startswith("blocks.") and inputs % GROUP:
             raise ConfigError(f"sparse24 needs inputs in groups of four, and '{name}' has {inputs}; use --weights int4")
 
 

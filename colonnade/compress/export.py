@@ -107,7 +107,7 @@ def _write(
     atomic_folder.write_tensors(partial / WEIGHTS, {name: t.detach().contiguous() for name, t in constants.items()})
     info = PackageInfo(
         context=context, prefill=prefill, dtype=str(dtype).removeprefix("torch."), cache_row=cache_row(config),
-        pt2e=pt2e, model=config, processor=Processor.here(),
+        pt2e=pt2e, model=config, processor=Processor.current(),
     )  # fmt: skip
     atomic_folder.write_json(partial / PACKAGE, info.model_dump(mode="json"))
     if tokenizer is not None:

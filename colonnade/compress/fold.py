@@ -30,7 +30,7 @@ STEPS = 20
 
 
 @dataclass(frozen=True)
-class _Place:
+class _FoldSite:
     names: tuple[str, ...]
     """The layers whose inputs are scaled."""
     linears: Sequence[Linear]
@@ -39,7 +39,7 @@ class _Place:
 
 def fold(block: Block, statistics: InputStatistics, kind: Kind, group: int, grid: GridKind) -> None:
     """Fold scales into the float weights of ``block`` and change ``statistics`` accordingly."""
-    for place in _places(block):
+    for place in _fold_sites(block):
         moments = statistics.linears[place.names[0]]
         weights = [linear.weight.detach().float() for linear in place.linears]
         if kind == "int8_dynamic":
@@ -95,17 +95,17 @@ def _rounding_error(w_FD: Tensor, s_D: Tensor | None, h_DD: Tensor, kind: Kind, 
     return error((rounded_FD if s_D is None else rounded_FD / s_D) - w_FD, h_DD)
 
 
-def _places(block: Block) -> list[_Place]:
-    places: list[_Place] = []
+def _fold_sites(block: Block) -> list[_FoldSite]:
+    places: list[_FoldSite] = []
     if block.post:  # a norm's output is the residual stream there
         return places
     if isinstance(block.attention, Attention):
-        places.append(_Place(("attention.qkv",), [block.attention.qkv], block.norm1))
+        places.append(_FoldSite(("attention.qkv",), [block.attention.qkv], block.norm1))
     if isinstance(block.ffn, FeedForward):
         up, gate = block.ffn.up, block.ffn.gate
         inner = [up] if gate is None else [up, gate]
         names = ("ffn.up",) if gate is None else ("ffn.up", "ffn.gate")
-        places.append(_Place(names, inner, block.norm2))
+        places.append(_FoldSite(names, inner, block.norm2))
         if gate is not None:
-            places.append(_Place(("ffn.down",), [block.ffn.down], up))
+            places.append(_FoldSite(("ffn.down",), [block.ffn.down], up))
     return places

@@ -69,7 +69,7 @@ class TernaryGrid:
     @staticmethod
     def of(w_FD: Tensor, trits: int, importance_D: Tensor | None = None) -> "TernaryGrid":
         """The positions and scales with the least error."""
-        return TernaryGrid(trits, *ternary.choose(w_FD, trits, importance_D))
+        return TernaryGrid(trits, *ternary.choose_mask(w_FD, trits, importance_D))
 
     def round(self, w_FC: Tensor, columns_C: Tensor) -> Tensor:
         """Trits of columns, as float32."""

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from colonnade.kernels.linear.gptq_columns import Rounding, round_values
 from colonnade.kernels.linear.quantise import (
     FLOAT8,
-    SMALLEST,
+    MIN_RANGE,
     Kind,
     Quantised,
     int4_scales,
@@ -85,7 +85,7 @@ def choose_grid(w_FD: Tensor, kind: Kind, group: int, grid: GridKind = "affine",
         if kind == "float8":
             scale = power_of_two_scale(highest_F1, FLOAT8).reciprocal()
         else:
-            scale = highest_F1.clamp(min=SMALLEST) / highest_F1.new_tensor(127.0)
+            scale = highest_F1.clamp(min=MIN_RANGE) / highest_F1.new_tensor(127.0)
         return Grid(kind, w_FD.shape[1], scale + 0 * highest_F1, torch.zeros_like(scale))
     w = F.pad(w_FD, (0, -w_FD.shape[1] % group)).unflatten(1, (-1, group))
     low, high = w.amin(2).clamp(max=0), w.amax(2).clamp(min=0)
@@ -110,17 +110,17 @@ def choose_grid(w_FD: Tensor, kind: Kind, group: int, grid: GridKind = "affine",
 
 
 def _affine(low: Tensor, high: Tensor) -> Range:
-    scale = ((high - low).clamp(min=SMALLEST) / low.new_tensor(15.0)).bfloat16().float()
+    scale = ((high - low).clamp(min=MIN_RANGE) / low.new_tensor(15.0)).bfloat16().float()
     return Range(scale, low.bfloat16().float())
 
 
 def _zero(low: Tensor, high: Tensor) -> Range:
-    scale = ((high - low).clamp(min=SMALLEST) / low.new_tensor(15.0)).bfloat16().float()
+    scale = ((high - low).clamp(min=MIN_RANGE) / low.new_tensor(15.0)).bfloat16().float()
     return Range(scale, -(-low / scale).round().clamp(0, 15) * scale)
 
 
 def _symmetric(low: Tensor, high: Tensor) -> Range:
-    scale = (torch.maximum(-low / 8, high / 7).clamp(min=SMALLEST)).bfloat16().float()
+    scale = (torch.maximum(-low / 8, high / 7).clamp(min=MIN_RANGE)).bfloat16().float()
     return Range(scale, -8 * scale)
 
 

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from colonnade.compress.gptq import correct_blocks, damped, error, inverse_factor
-from colonnade.kernels.linear.gptq_columns import OF, Rounding, best_two
+from colonnade.kernels.linear.gptq_columns import GROUP, Rounding, best_two
 from colonnade.kernels.registry import choose
 
 
 def is_sparse24(w_FD: Tensor) -> bool:
     """Whether at most two of each four inputs have a weight."""
-    return w_FD.shape[1] % OF == 0 and bool(((w_FD.unflatten(1, (-1, OF)) != 0).sum(2) <= OF // 2).all())
+    return w_FD.shape[1] % GROUP == 0 and bool(((w_FD.unflatten(1, (-1, GROUP)) != 0).sum(2) <= GROUP // 2).all())
 
 
 def by_size(w_FD: Tensor) -> Tensor:

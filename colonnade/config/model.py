@@ -152,7 +152,7 @@ class ModelConfig(Config):
             raise ConfigError(f"rope_scaling needs rotary positions, and this model has {self.positions}; remove it")
         self._validate_encoder()
         self._validate_latent()
-        self._validate_top()
+        self._validate_task_head()
         if self.parameters > MAX_PARAMETERS:
             raise ConfigError(f"{self.parameters:.3g} parameters are more than any machine can hold; lower the sizes")
         return self
@@ -227,7 +227,7 @@ class ModelConfig(Config):
                 f"supports neither a window nor qk_norm nor qkv_clip; leave {wrong[0]} at its default"
             )
 
-    def _validate_top(self) -> None:
+    def _validate_task_head(self) -> None:
         if self.causal and self.task_head != "unembed":
             raise ConfigError(
                 f"causal = True and task_head = '{self.task_head}' do not go together; a causal model needs task_head "

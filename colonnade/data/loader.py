@@ -33,7 +33,7 @@ from colonnade.data.corpus import Split
 from colonnade.errors import ConfigError, DataError
 
 _ROUNDS = 8
-_LEAST_HALF = 2  # bits; with fewer, many orders of a handful of samples are unreachable
+_MIN_HALF_BITS = 2  # bits; with fewer, many orders of a handful of samples are unreachable
 GOLDEN_GAMMA = 0x9E3779B97F4A7C15
 MASK64 = (1 << 64) - 1
 
@@ -65,7 +65,7 @@ class Cursor:
 
 def permute(positions: np.ndarray, samples: int, seed: int, epoch: int) -> np.ndarray:
     """The samples at these positions (each in 0..samples-1) of the order for ``seed`` and ``epoch``."""
-    half = max(_LEAST_HALF, (max(samples - 1, 1).bit_length() + 1) // 2)
+    half = max(_MIN_HALF_BITS, (max(samples - 1, 1).bit_length() + 1) // 2)
     key = splitmix64(splitmix64(seed & MASK64) ^ (epoch & MASK64))
     keys = [splitmix64((key + i * GOLDEN_GAMMA) & MASK64) for i in range(_ROUNDS)]
 

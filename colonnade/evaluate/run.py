@@ -68,7 +68,7 @@ class TaskResult:
     """A few examples with the model's outputs."""
 
 
-def own_tasks() -> list[str]:
+def bundled_tasks() -> list[str]:
     """Names of the tasks in the folder ``tasks``."""
     return sorted(file.stem for file in FOLDER.glob("*.yaml"))
 
@@ -84,7 +84,7 @@ def check_tasks(options: TaskOptions) -> TaskManager:
     for name in options.tasks:
         if name.endswith((".yaml", ".yml")) and not Path(name).is_file():
             raise ConfigError(f"there is no task file {name}")
-    own = own_tasks()
+    own = bundled_tasks()
     manager = TaskManager(include_path=str(FOLDER), include_defaults=not set(harness) <= set(own))
     for name in harness:
         if not manager.match_tasks([name]):
@@ -130,7 +130,7 @@ def evaluate_model(
     """
     serve = serve or _serve_config(model)
     scorer = Scorer(model, options.budget_tokens, data)
-    if not scorer.leads:
+    if not scorer.is_leader:
         follow(scorer, tokenizer, serve)
         return None
     try:

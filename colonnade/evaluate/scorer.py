@@ -23,7 +23,7 @@ from colonnade.serve.model_inputs import broadcast_message, receive_message
 
 BUDGET_TOKENS = {"cpu": 2048, "cuda": 16384}
 """Tokens of one forward pass."""
-SHORTEST_SHARED = 16
+MIN_SHARED_TOKENS = 16
 """Minimum length of a shared context [tokens]; below this the masks cost more than they save."""
 SCORE, GENERATE, STOP = 101, 102, 103
 """Kinds of message: score this; run an engine; leave the loop."""
@@ -113,7 +113,7 @@ class Scorer:
         self.ranks = self.model.axes.token_replicas
 
     @property
-    def leads(self) -> bool:
+    def is_leader(self) -> bool:
         """Whether this is rank 0, which has the requests."""
         return not (self.ranks.rank or self.data.rank)
 
@@ -205,7 +205,7 @@ class Scorer:
     def _divide(self, context: Tokens, asked: dict[Tokens, list[tuple[int, list[int]]]]) -> Iterator[_Group]:
         """Groups within the budget, as few as possible; a context is shared if that saves enough tokens."""
         # The keys are the inputs after the context; targets of one token have none.
-        share = len(context) >= SHORTEST_SHARED and self.model.relative is None
+        share = len(context) >= MIN_SHARED_TOKENS and self.model.relative is None
         room = self.budget_tokens - len(context) if share else 0
         parts, size = [list[Tokens]()], 0
         for inputs in asked:

@@ -27,7 +27,7 @@ from colonnade.look.tiles import MAX_TILE, encode_tile, reduce_tile, span
 MAX_TEXT = 20_000
 """Maximum length of a text [characters]."""
 MAX_BODY = 4 * MAX_TEXT
-KEPT = 4
+MAX_RECORDINGS = 4
 """Number of recordings that are kept; the text of an older one is recorded again."""
 DEFAULT_TEXT = (
     "A colonnade is a row of columns that carries a roof. Each column bears its share of the weight, and none of them "
@@ -120,7 +120,7 @@ class LookApp:
             pieces = [self._tokenizer.decode([token]) for token in tokens]
             self._kept[run] = self._record(list(tokens), pieces)
             self._kept[run].adapter = self._adapter
-            while len(self._kept) > KEPT:
+            while len(self._kept) > MAX_RECORDINGS:
                 self._kept.popitem(last=False)
         self._kept.move_to_end(run)
         return {"run": run, "tokens": self._kept[run].tokens, "pieces": self._kept[run].pieces}

@@ -3,7 +3,7 @@
 from colonnade.model.attend import Packed, Paged, SharedPrefix
 from colonnade.model.cache import KVCache
 from colonnade.model.context_parallel import Ring
-from colonnade.model.cross_attention import Beside, Crossed, InPages
+from colonnade.model.cross_attention import EncoderDecoderAttend, PackedMemory, PagedMemory
 from colonnade.model.dropout import Dropout, DropoutRates
 from colonnade.model.embedding import Stream
 from colonnade.model.encoder import Source
@@ -27,19 +27,19 @@ from colonnade.model.transformer import Transformer
 
 __all__ = [
     "IGNORE",
-    "Beside",
     "ChoiceLoss",
     "ClassLoss",
     "Classes",
-    "Crossed",
     "Dropout",
     "DropoutRates",
+    "EncoderDecoderAttend",
     "Hidden",
-    "InPages",
     "KVCache",
     "Loss",
     "Packed",
+    "PackedMemory",
     "Paged",
+    "PagedMemory",
     "Pooled",
     "Pretraining",
     "Ring",

@@ -7,10 +7,11 @@ One product makes the keys and values of all decoder layers, so that the encoder
 region once. Rows of W_bridge are grouped by key/value head, then by layer (its key, its value): each rank's heads are
 one contiguous range.
 
-``attend = Crossed(own, source, memory)`` carries three attention backends through the model: ``own`` among the targets,
-``source`` among the sources, and ``memory``, which keeps the bridge's output and answers the queries of each layer:
-:class:`Beside` for sources in the same pass, :class:`InPages` for sources in the pages of the KV cache. Cross attention
-over pages needs no separate kernel: a query is a request of one new token whose pages are its source's.
+``attend = EncoderDecoderAttend(own, source, memory)`` carries three attention backends through the model: ``own`` among
+the targets, ``source`` among the sources, and ``memory``, which keeps the bridge's output and answers the queries of
+each layer: :class:`PackedMemory` for sources in the same pass, :class:`PagedMemory` for sources in the pages of the KV
+cache. Cross attention over pages needs no separate kernel: a query is a request of one new token whose pages are its
+source's.
 """
 
 from dataclasses import dataclass, replace
@@ -48,15 +49,15 @@ class CrossAttention(nn.Module):
         if config.out_bias:
             self.layout["out.bias"] = residual_placement(axes)
 
-    def forward(self, x_tD: Tensor, T: int, attend: "CrossedView") -> Tensor:
+    def forward(self, x_tD: Tensor, T: int, attend: "EncoderDecoderView") -> Tensor:
         """y_tD for the residual stream of T target tokens."""
         (q_Tz,) = column_parallel(self.axes, x_tD, T, self.q)
         return row_parallel(self.axes, self.attend(q_Tz, attend), self.out)
 
-    def attend(self, q_Tz: Tensor, attend: "CrossedView") -> Tensor:
+    def attend(self, q_Tz: Tensor, attend: "EncoderDecoderView") -> Tensor:
         """The output of this rank's heads, side by side."""
         q_TnH = q_Tz.unflatten(-1, (-1, self.H))
-        return attend.across(q_TnH if self.q_factor == 1.0 else q_TnH * self.q_factor).flatten(1)
+        return attend.cross_attend(q_TnH if self.q_factor == 1.0 else q_TnH * self.q_factor).flatten(1)
 
 
 class Bridge(nn.Module):
@@ -88,7 +89,7 @@ class LayerMemory(Protocol):
 class Memory(Protocol):
     """Where the keys and values of the sources are."""
 
-    def keep(self, kv_SkL2H: Tensor) -> "Memory":
+    def write(self, kv_SkL2H: Tensor) -> "Memory":
         """The memory with the keys and values of new sources."""
         ...
 
@@ -98,7 +99,7 @@ class Memory(Protocol):
 
 
 @dataclass(frozen=True)
-class Beside:
+class PackedMemory:
     """Sources in the same pass as their targets: sequence b of the targets attends to sequence b of the sources."""
 
     cu_sources: Tensor
@@ -116,26 +117,26 @@ class Beside:
     layers: tuple[Tensor, ...] | None = None
     """kv_Sk2H of each layer."""
 
-    def keep(self, kv_SkL2H: Tensor) -> "Beside":
+    def write(self, kv_SkL2H: Tensor) -> "PackedMemory":
         """The memory with these keys and values."""
         # One unbind: a slice for each layer would fill a whole gradient with zeros, and add it, as many times.
         return replace(self, layers=kv_SkL2H.unbind(2))
 
-    def at(self, layer: int) -> "BesideLayer":
+    def at(self, layer: int) -> "PackedMemoryLayer":
         """The memory of one decoder layer."""
         assert self.layers is not None, "the sources come before the targets"
         pairs = None
         if self.dropout is not None:
             pairs = self.dropout.pairs(layer, self.first_head, self.source_index_S)
         k_SkH, v_SkH = self.layers[layer].unbind(2)
-        return BesideLayer(
+        return PackedMemoryLayer(
             k_SkH, v_SkH, self.cu_targets, self.cu_sources, pairs, self.kernels, self.longest, self.equal
         )
 
 
 @dataclass(frozen=True)
-class BesideLayer:
-    """One layer of :class:`Beside`."""
+class PackedMemoryLayer:
+    """One layer of :class:`PackedMemory`."""
 
     k_SkH: Tensor
     v_SkH: Tensor
@@ -158,7 +159,7 @@ class BesideLayer:
 
 
 @dataclass(frozen=True)
-class InPages:
+class PagedMemory:
     """Sources in pages of the KV cache: written once by the pass that encodes them, read by every later one.
 
     ``slots_S`` is where the keys and values of the pass's new source tokens go (page · page_tokens + offset), and
@@ -172,7 +173,9 @@ class InPages:
     kernels: str = "auto"
 
     @staticmethod
-    def of(cache: KVCache, slots_S: Tensor, pages: list[list[int]], lengths: list[int], new: list[int]) -> "InPages":
+    def of(
+        cache: KVCache, slots_S: Tensor, pages: list[list[int]], lengths: list[int], new: list[int]
+    ) -> "PagedMemory":
         """The memory of requests whose sources have these pages and lengths, with ``new`` target tokens each."""
         rows = [r for r, count in enumerate(new) for _ in range(count)]
         device, T, most = cache.k[0].device, len(rows), max(map(len, pages), default=1)
@@ -182,23 +185,23 @@ class InPages:
         ends = torch.arange(T + 1, dtype=torch.int32, device=device)
         known = ([1] * T, [lengths[r] for r in rows])
         table = PageTable(pages_TP, ends, lengths_T, cache.page_tokens, 1, max(lengths, default=0), known)
-        return InPages(cache, slots_S, table)
+        return PagedMemory(cache, slots_S, table)
 
-    def keep(self, kv_SkL2H: Tensor) -> "InPages":
+    def write(self, kv_SkL2H: Tensor) -> "PagedMemory":
         """Write the keys and values of new sources into their pages."""
         for layer in range(kv_SkL2H.shape[2]):
             k_SkH, v_SkH = kv_SkL2H[:, :, layer].unbind(2)
             self.cache.at(layer).write(self.slots_S, k_SkH, v_SkH)
         return self
 
-    def at(self, layer: int) -> "PagesLayer":
+    def at(self, layer: int) -> "PagedMemoryLayer":
         """The memory of one decoder layer."""
-        return PagesLayer(self.cache.at(layer), self.table, self.kernels)
+        return PagedMemoryLayer(self.cache.at(layer), self.table, self.kernels)
 
 
 @dataclass(frozen=True)
-class PagesLayer:
-    """One layer of :class:`InPages`."""
+class PagedMemoryLayer:
+    """One layer of :class:`PagedMemory`."""
 
     pools: Pools
     table: PageTable
@@ -212,7 +215,7 @@ class PagesLayer:
 
 
 @dataclass(frozen=True)
-class Crossed:
+class EncoderDecoderAttend:
     """The ``attend`` of an encoder–decoder model."""
 
     own: AttendBackend
@@ -222,14 +225,14 @@ class Crossed:
     memory: Memory
 
     def at(self, layer: int, window: int | None) -> Attend:
-        """The view of one decoder layer, a :class:`CrossedView`."""
-        view = CrossedView(self.own.at(layer, window), self.memory.at(layer))
+        """The view of one decoder layer, a :class:`EncoderDecoderView`."""
+        view = EncoderDecoderView(self.own.at(layer, window), self.memory.at(layer))
         return cast(Attend, view)  # its ``caches`` is a property
 
 
 @dataclass(frozen=True)
-class CrossedView:
-    """One decoder layer: a call is self-attention, :meth:`across` is cross attention."""
+class EncoderDecoderView:
+    """One decoder layer: a call is self-attention, :meth:`cross_attend` is cross attention."""
 
     own: Attend
     memory: LayerMemory
@@ -243,14 +246,14 @@ class CrossedView:
         """o_TnH among the targets."""
         return self.own(q_TnH, k_TkH, v_TkH)
 
-    def across(self, q_TnH: Tensor) -> Tensor:
+    def cross_attend(self, q_TnH: Tensor) -> Tensor:
         """o_TnH over each target's source."""
         return self.memory(q_TnH)
 
 
 def with_relative_bias(attend: AttendBackend, near_Rn: Tensor) -> AttendBackend:
     """``attend`` with relative position biases in its self-attention."""
-    if isinstance(attend, Crossed):
+    if isinstance(attend, EncoderDecoderAttend):
         return replace(attend, own=with_relative_bias(attend.own, near_Rn))
     assert isinstance(attend, Packed | Paged), f"relative positions are not implemented for {type(attend).__name__}"
     return attend.with_relative_bias(near_Rn)

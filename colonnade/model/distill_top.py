@@ -14,7 +14,7 @@ from torch import Tensor
 
 from colonnade.parallel.axis import Axis
 
-SMALLEST = 1e-12
+MIN_REST = 1e-12
 """Lower bound of the student's probability of the rest."""
 
 
@@ -53,7 +53,7 @@ def top_kl(top: TopTokens, logq_cv: Tensor, valid_c: Tensor, start: int, tp: Axi
     local_ck = local_ck.where(here_ck, 0)
     logq_ck = tp.sum_(logq_cv.gather(1, local_ck).where(here_ck, 0))
     p_rest_c = (1 - p_ck.sum(1)).clamp(min=0)
-    q_rest_c = (1 - logq_ck.exp().sum(1)).clamp(min=SMALLEST)
+    q_rest_c = (1 - logq_ck.exp().sum(1)).clamp(min=MIN_REST)
     value_c = (p_ck * (logp_ck - logq_ck)).sum(1) + torch.special.xlogy(p_rest_c, p_rest_c / q_rest_c)
     du_cv = q_cv * (1 - p_rest_c / q_rest_c)[:, None]
     # Instead of what the rest would give: q − p.

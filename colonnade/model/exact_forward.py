@@ -35,7 +35,7 @@ CHUNK_TOKENS = {"cpu": 512, "cuda": 4096}
 costs the launches of a whole pass."""
 HEAD_ROWS = 512
 """Rows of logits that are computed at a time."""
-ONE_BY_ONE = "reference"
+REFERENCE_KERNELS = "reference"
 """The name of the kernels of models that run token by token."""
 
 
@@ -69,7 +69,7 @@ def make_exact(model: Transformer) -> str:
     batch-invariant kernels on a GPU.
     """
     current: list[_Values] = []
-    kernels = batch_invariant.NAME if batch_invariant.has_kernels(model) else ONE_BY_ONE
+    kernels = batch_invariant.NAME if batch_invariant.has_kernels(model) else REFERENCE_KERNELS
 
     def before(module: Transformer, arguments: tuple[Any, ...]) -> None:
         stream, attend, _ = arguments

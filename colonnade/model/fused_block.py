@@ -33,7 +33,7 @@ from colonnade.kernels.registry import TRITON, choose
 from colonnade.kernels.rotary import Rotation
 from colonnade.model.attend import Attend, PagedView
 from colonnade.model.attention import Attention, LatentAttention
-from colonnade.model.cross_attention import CrossedView
+from colonnade.model.cross_attention import EncoderDecoderView
 from colonnade.model.embedding import Embedding
 from colonnade.model.ffn import FeedForward
 from colonnade.model.moe.experts import Experts
@@ -172,7 +172,7 @@ def _latent_step(
     return _linear_residual(block, o_Tz, attention.out, x_TD)
 
 
-def can_fuse_cross(block: "Block", x_tD: Tensor, attend: CrossedView) -> bool:
+def can_fuse_cross(block: "Block", x_tD: Tensor, attend: EncoderDecoderView) -> bool:
     """Whether :func:`cross_step` supports this block and these rows, in a serving step (a cache)."""
     cross = block.cross
     if cross is None or block.norm_cross is None or block.kernels not in CPU_KERNELS or not attend.caches:
@@ -180,7 +180,7 @@ def can_fuse_cross(block: "Block", x_tD: Tensor, attend: CrossedView) -> bool:
     return _can_add_bias(block, cross.out) and _can_fuse(block, block.norm_cross, x_tD, cross)
 
 
-def cross_step(block: "Block", x_TD: Tensor, attend: CrossedView) -> Tensor:
+def cross_step(block: "Block", x_TD: Tensor, attend: EncoderDecoderView) -> Tensor:
     """x + cross(norm(x))."""
     assert block.cross is not None
     assert block.norm_cross is not None

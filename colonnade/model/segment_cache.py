@@ -209,7 +209,7 @@ class SegmentStep:
         return self.queries_BS.flatten().clamp(min=0)
 
     @cached_property
-    def asked(self) -> tuple[Tensor, Tensor]:
+    def query_slots(self) -> tuple[Tensor, Tensor]:
         """(the slots of queries that are not padding, their rows)."""
         queries = self.queries_BS.flatten()
         places = (queries >= 0).nonzero().squeeze(1)
@@ -229,7 +229,7 @@ class SegmentStep:
         return self.starts_B[:, None, None] + queries[:, None] - self.frames_BS[:, None]
 
     @cached_property
-    def places(self) -> tuple[Tensor, Tensor, Tensor]:
+    def frame_slots(self) -> tuple[Tensor, Tensor, Tensor]:
         """(the stream of each frame, its number, its row among all frames with the ``history`` before each segment)."""
         rows: list[tuple[int, int, int]] = []
         for b, (stream, n, _) in enumerate(self.parts):
@@ -265,7 +265,7 @@ class SegmentStepView:
         o_BSnH = attend_segments(self._by_query(q_TnH), keys, values, step.mask_BSS, bias)
         if step.in_order:
             return o_BSnH[0]
-        places, rows = step.asked
+        places, rows = step.query_slots
         return torch.zeros_like(q_TnH).index_copy(0, rows, o_BSnH.flatten(0, 1).index_select(0, places))
 
     def _by_query(self, x_TnH: Tensor) -> Tensor:
@@ -278,7 +278,7 @@ class SegmentStepView:
         """The rows of each stream after the ``kernel`` − 1 before them; stores the new ones."""
         step, ring, K = self.step, self.x_BSD.shape[1], kernel - 1
         assert self.step.cache.history == K, "a cache for another kernel"
-        streams_T, numbers_T, places_T = step.places
+        streams_T, numbers_T, places_T = step.frame_slots
         x_ED = x_TD.new_zeros(len(x_TD) + len(step.parts) * K, x_TD.shape[1]).index_copy(0, places_T, x_TD)
         if K:
             before_BK = step.starts_B[:, None] - K + torch.arange(K, device=x_TD.device)

@@ -25,7 +25,13 @@ from colonnade.model import fused_block
 from colonnade.model.activation_checkpointing import checkpointed
 from colonnade.model.attend import Attend, AttendBackend, Packed
 from colonnade.model.attention import Attention, LatentAttention
-from colonnade.model.cross_attention import Bridge, CrossAttention, Crossed, CrossedView, with_relative_bias
+from colonnade.model.cross_attention import (
+    Bridge,
+    CrossAttention,
+    EncoderDecoderAttend,
+    EncoderDecoderView,
+    with_relative_bias,
+)
 from colonnade.model.dropout import ATTENTION, CROSS, EMBEDDING, FFN, BlockDropout, apply_dropout
 from colonnade.model.embedding import Embedding, Stream
 from colonnade.model.encoder import AudioFrontEnd, Source
@@ -115,14 +121,16 @@ class Block(nn.Module):
             y_tD, report = self._feed_forward(x_tD, T, dropout, routing)
             return self.norm2(x_tD + apply_dropout(y_tD, dropout, FFN)), report
         fuse = self.fused and dropout is None
-        own = attend.own if isinstance(attend, CrossedView) else attend
+        own = attend.own if isinstance(attend, EncoderDecoderView) else attend
         fused_attention = fuse and fused_block.can_fuse_attention(self, x_tD, own)
         if fused_attention:
             x_tD = fused_block.attention_step(self, x_tD, rotation, own)
         else:
             x_tD = x_tD + apply_dropout(self.attention(self.norm1(x_tD), T, rotation, attend), dropout, ATTENTION)
         if self.cross is not None and self.norm_cross is not None:
-            assert isinstance(attend, CrossedView), "a decoder with an encoder needs Crossed(own, source, memory)"
+            assert isinstance(attend, EncoderDecoderView), (
+                "a decoder with an encoder needs EncoderDecoderAttend(own, source, memory)"
+            )
             if fuse and fused_block.can_fuse_cross(self, x_tD, attend):
                 x_tD = fused_block.cross_step(self, x_tD, attend)
             else:
@@ -262,10 +270,12 @@ class Transformer(nn.Module):
         """``attend`` with the keys and values of this pass's sources in its memory."""
         if self.bridge is None or stream.source is None:
             return attend
-        assert isinstance(attend, Crossed), "a decoder with an encoder needs Crossed(own, source, memory)"
+        assert isinstance(attend, EncoderDecoderAttend), (
+            "a decoder with an encoder needs EncoderDecoderAttend(own, source, memory)"
+        )
         assert attend.source is not None, "the sources of a pass need their attention"
         x_sD = self.encode(stream.source, attend.source)
-        memory = attend.memory.keep(self.bridge(x_sD, len(stream.source.positions_S)))
+        memory = attend.memory.write(self.bridge(x_sD, len(stream.source.positions_S)))
         return replace(attend, memory=memory)
 
     def forward(self, stream: Stream, attend: AttendBackend, head: Head) -> Any:

@@ -26,7 +26,7 @@ def unsigned_hashes(hashes: Tensor) -> np.ndarray:
     return (hashes.cpu() ^ SIGN).numpy().view(np.uint64)
 
 
-class Kept(NamedTuple):
+class OwnRowIds(NamedTuple):
     """The ids with their own rows, by ascending hash."""
 
     hashes: Tensor
@@ -52,7 +52,7 @@ class ManagedIds:
         self.first_bucket, self.stop_bucket, self.per_bucket = first_bucket, stop_bucket, per_bucket
         self.policy, self.decay = policy, decay
         none = torch.empty(0, dtype=torch.int64, device=device)
-        self.kept = Kept(none, none, none, none)
+        self.kept = OwnRowIds(none, none, none, none)
 
     def rows(self, hashes_M: Tensor) -> tuple[Tensor, Tensor]:
         """(row within these buckets, whether it is the id's own)."""
@@ -85,7 +85,7 @@ class ManagedIds:
         hashes, counts, last, slots, bucket = (x[stays] for x in (hashes, counts, last, slots, bucket))
         fresh = torch.nonzero(slots < 0).squeeze(1)
         slots[fresh] = self._free(slots[slots >= 0], bucket[fresh])
-        self.kept = Kept(hashes, slots, counts, last)
+        self.kept = OwnRowIds(hashes, slots, counts, last)
         return hashes[fresh], slots[fresh]
 
     def _scores(self, counts: Tensor, last: Tensor, step: int) -> Tensor:

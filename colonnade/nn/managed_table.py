@@ -30,7 +30,16 @@ from colonnade.config.base import check_choice
 from colonnade.data.loader import GOLDEN_GAMMA, MASK64, splitmix64, splitmix64_mix
 from colonnade.errors import ConfigError, DataError
 from colonnade.nn.host_rows import DeviceRows, HostRows
-from colonnade.nn.managed_ids import BUCKET_BITS, BUCKETS, SIGN, Kept, ManagedIds, Policy, bucket_of, unsigned_hashes
+from colonnade.nn.managed_ids import (
+    BUCKET_BITS,
+    BUCKETS,
+    SIGN,
+    ManagedIds,
+    OwnRowIds,
+    Policy,
+    bucket_of,
+    unsigned_hashes,
+)
 from colonnade.parallel.axis import SOLO, Axis
 
 EPS = 1e-8
@@ -290,7 +299,7 @@ class ManagedTable:
         # Of the history only how often each id was seen matters.
         with self._host.look_ups():
             history = torch.cat([*self._history, kept.hashes[:0]]).cpu().sort().values
-            kept = Kept(*(each.cpu() for each in kept))
+            kept = OwnRowIds(*(each.cpu() for each in kept))
         local = {
             "weight_RD": self._host.weight_RD, "state_R": self._host.state_R1[:, 0], "slots": kept.slots + first,
             "counts": kept.counts, "last": kept.last, "hashes": kept.hashes ^ SIGN, "history": history ^ SIGN,
@@ -323,7 +332,7 @@ class ManagedTable:
         with self._host.look_ups():
             hashes, keep = mine("hashes")
             slots, counts, last = (state[name][keep].to(self.device) for name in ("slots", "counts", "last"))
-            self.ids.kept = Kept(hashes[keep].to(self.device), slots - first, counts, last)
+            self.ids.kept = OwnRowIds(hashes[keep].to(self.device), slots - first, counts, last)
             history, keep = mine("history")
             self._history = [history[keep].to(self.device)]
         self._used.clear()

@@ -97,7 +97,7 @@ class EngineAdapters:
         layout = layout_of(Transformer(model.config, model.axes, device="meta")) if self.names else {}
         weight = next(model.parameters())
         for number, path in enumerate(config.adapter_paths.values(), 1):
-            for module_name, (a, b) in whole_pairs(path, model.config).items():
+            for module_name, (a, b) in global_lora_pairs(path, model.config).items():
                 linear = model.get_submodule(module_name)
                 assert isinstance(linear, Linear)
                 at = layout[f"{module_name}.weight"]
@@ -118,7 +118,7 @@ class EngineAdapters:
         return self.names.index(name) + 1
 
 
-def whole_pairs(path: str, base: ModelConfig) -> dict[str, tuple[Tensor, Tensor]]:
+def global_lora_pairs(path: str, base: ModelConfig) -> dict[str, tuple[Tensor, Tensor]]:
     """(A, s · B) of all ranks by the name of the linear layer; q, k and v are one pair of the fused projection.
 
     Raises :class:`CheckpointError` for adapters of a different model, and of experts.
@@ -150,4 +150,4 @@ def whole_pairs(path: str, base: ModelConfig) -> dict[str, tuple[Tensor, Tensor]
 def check_adapters(config: ServeConfig, base: ModelConfig) -> None:
     """Raise an error unless the adapters that ``config`` names fit the model ``base``."""
     for path in config.adapter_paths.values():
-        whole_pairs(path, base)
+        global_lora_pairs(path, base)

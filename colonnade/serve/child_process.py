@@ -58,14 +58,14 @@ def discard_waiting() -> None:
 def _wait_for_target(connection: Connection, modules: Sequence[str]) -> None:
     """In the child: take over settings, import, and run the target that the parent sends."""
     from colonnade.config import Plan
-    from colonnade.cores import set_openmp, set_openmp_alone
+    from colonnade.cores import set_openmp, set_openmp_unpinned
     from colonnade.serve.replica_placement import has_gpu_devices, place_engines
 
     try:
         if has_gpu_devices():
             connection.send(None)
             return
-        set_openmp_alone(os.environ)  # as the program does
+        set_openmp_unpinned(os.environ)  # as the program does
         cpus = place_engines(1, 1, Plan(), "cpu")[0][0][0].cpus
         assert cpus is not None
         set_openmp(os.environ, cpus.threads, owned=cpus.owned)

@@ -26,7 +26,7 @@ class Progress:
         self._ended = set[int]()
 
     @property
-    def left_s(self) -> float | None:
+    def remaining_s(self) -> float | None:
         """Time until the request times out; None: it does not [s]."""
         return None if self._deadline_s is None else max(0.001, self._deadline_s - time.monotonic())
 
@@ -40,9 +40,9 @@ class Progress:
             self._tokens[index].append(output.token)
         return True
 
-    def remaining(self) -> GenerationRequest | PoolingRequest:
+    def remaining_request(self) -> GenerationRequest | PoolingRequest:
         """The request for another engine. Texts to be pooled are sent again."""
         if isinstance(self.request, PoolingRequest):
-            return replace(self.request, timeout_s=self.left_s)
+            return replace(self.request, timeout_s=self.remaining_s)
         resume = [None if i in self._ended else tokens for i, tokens in enumerate(self._tokens)]
-        return replace(self.request, timeout_s=self.left_s, resume=resume)
+        return replace(self.request, timeout_s=self.remaining_s, resume=resume)

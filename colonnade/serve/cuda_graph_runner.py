@@ -26,7 +26,7 @@ from colonnade.kernels.attention.split_plan import Plan
 from colonnade.kernels.cpu.calls import Recording
 from colonnade.kernels.device import upload, upload_into
 from colonnade.kernels.registry import choose
-from colonnade.model import Crossed, InPages, KVCache, Paged, Stream, Transformer, fused_block
+from colonnade.model import EncoderDecoderAttend, KVCache, Paged, PagedMemory, Stream, Transformer, fused_block
 from colonnade.model.context_parallel import ShardedPaged
 from colonnade.model.output_heads import LocalVocabRows
 from colonnade.parallel.cuda_graphs import capture
@@ -88,7 +88,7 @@ class CudaGraphRunner:
         if self.pool is not None:
             self.pool = torch.cuda.graph_pool_handle()  # that of deleted graphs is freed with them
 
-    def forget_plans(self) -> None:
+    def clear_plans(self) -> None:
         """Make new split plans in the next step of each size: sums are then cut as in a new engine."""
         for batch in self._batches.values():
             batch.planned = None
@@ -225,18 +225,18 @@ class _PaddedBatch:
             choose("write_next_tokens", self.device.type, torch.int64)(self.tokens, last_R)
         return lengths
 
-    def _attend(self, longest: int, work: Work) -> Paged | ShardedPaged | Crossed:
+    def _attend(self, longest: int, work: Work) -> Paged | ShardedPaged | EncoderDecoderAttend:
         slots, positions, kernels, share = self.slots, self.positions, self.runner.kernels, self.runner.share
         attend = Paged(self.cache, self.pages, slots, self.cu_queries, self.lengths, 1, longest, kernels, share=share)
         if self.sources is not None:
-            return Crossed(attend, None, self.sources.memory(kernels))
+            return EncoderDecoderAttend(attend, None, self.sources.memory(kernels))
         if self.shard.is_whole:
             return attend
         # Each rank's share has one implementation, which chooses between Triton and CUDA C++ itself.
         kernels = "auto" if kernels == "cuda" else kernels
         return self.shard.sharded_attend(work.slices, attend.table, slots, positions, kernels)
 
-    def _run(self, attend: Paged | ShardedPaged | Crossed) -> Tensor:
+    def _run(self, attend: Paged | ShardedPaged | EncoderDecoderAttend) -> Tensor:
         return self.runner.model(Stream(self.tokens, self.positions), attend, self.head)
 
     def _run_on_cpu(self, lengths: list[int], work: Work) -> Tensor:
@@ -259,9 +259,9 @@ class _PaddedBatch:
         """Capture a graph, after an eager run that compiles the kernels and shows which plans they need."""
         attend = self._attend(self.runner.context, work)
         own, source_table = attend, None
-        if isinstance(attend, Crossed):
+        if isinstance(attend, EncoderDecoderAttend):
             assert isinstance(attend.own, Paged)
-            assert isinstance(attend.memory, InPages)
+            assert isinstance(attend.memory, PagedMemory)
             own, source_table = attend.own, attend.memory.table
         assert isinstance(own, Paged | ShardedPaged)
         stream = torch.cuda.Stream()

@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 
 from colonnade.serve.batch_rows import padded_batch_size
 
-LEAST_GAIN = 1.05
+MIN_GAIN = 1.05
 """Minimum expected speed-up at which drafts are tried."""
 
-MEMORY = 0.99
+DECAY = 0.99
 """Weight of the passes before, for each new one."""
 
 ROW_VARIANCE = 0.05
@@ -29,7 +29,7 @@ ROW_VARIANCE = 0.05
 OUTLIER = 3.0
 """A pass counts as at most this multiple of the expected time: another process may have interrupted this one."""
 
-LEAST_PASSES = 3
+MIN_PASSES = 3
 """Minimum number of measured passes before the line is used."""
 
 
@@ -53,11 +53,11 @@ class PassTime:
         if size not in self._sizes:
             self._sizes.add(size)
             return
-        if self.passes >= LEAST_PASSES:
+        if self.passes >= MIN_PASSES:
             seconds = min(seconds, OUTLIER * self(rows))
         self.passes += 1
         new = (1.0, rows, seconds, rows * rows, rows * seconds)
-        self._sums = [MEMORY * old + value for old, value in zip(self._sums, new, strict=True)]
+        self._sums = [DECAY * old + value for old, value in zip(self._sums, new, strict=True)]
         weight, x, y, xx, xy = self._sums
         variance = xx / weight - (x / weight) ** 2 + ROW_VARIANCE
         self.row_s = max(0.0, (xy / weight - x * y / weight**2) / variance)
@@ -80,7 +80,7 @@ class PassTimes:
     @property
     def measured(self) -> bool:
         """Whether both models have been timed."""
-        return min(self.target.passes, self.draft.passes) >= LEAST_PASSES
+        return min(self.target.passes, self.draft.passes) >= MIN_PASSES
 
     def target_s(self, rows: int) -> float:
         """Time of a decode pass of the target; in units of one, if it has not been measured."""
@@ -118,4 +118,4 @@ def choose_counts(rates: Sequence[float], limits: Sequence[int], total: int, row
         for _, i in gains[:chosen]:
             counts[i] = depth
         (tokens, seconds), left = best, left - chosen
-    return counts if tokens / seconds >= LEAST_GAIN * plain else [0] * len(rates)
+    return counts if tokens / seconds >= MIN_GAIN * plain else [0] * len(rates)

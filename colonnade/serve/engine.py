@@ -59,7 +59,7 @@ class Engine:
         self.core = EngineCore(model, config, draft, engines=engines)
         self.config, self.cache, self.scheduler = self.core.config, self.core.cache, self.core.scheduler
         self.version = 0
-        """How often :meth:`refresh` has replaced the weights."""
+        """How often :meth:`update_weights` has replaced the weights."""
         self.grammars = GrammarCompiler(tokenizer, model.config.vocab_size)
         """Used by :meth:`add`; another thread may compile a request's grammar before."""
         pool = self.scheduler.pool
@@ -122,18 +122,19 @@ class Engine:
         self.core.drop_finished()
         return outputs
 
-    def refresh(self, write: Callable[[Transformer], object]) -> int:
+    def update_weights(self, write: Callable[[Transformer], object]) -> int:
         """Give the model new weights, which ``write`` copies into its parameters in place; returns their version.
 
         Recorded steps and CUDA graphs keep their addresses. The prefix cache is emptied, because its keys are those of
         the old weights, and running requests restart. Every later output carries the new version.
         """
-        self.core.refresh(write)
+        self.core.update_weights(write)
         self.version += 1
         return self.version
 
     def release_cache(self) -> None:
-        """Free the memory of this rank's key/value cache until the next :meth:`refresh`; no request may be running.
+        """Free the memory of this rank's key/value cache until the next :meth:`update_weights`; no request may be
+        running.
 
         Recorded steps and CUDA graphs contain its addresses; they are dropped, and recorded again when needed.
         """

@@ -105,19 +105,19 @@ class EngineCore:
         if not self.scheduler.busy:
             self._in_flight = None
 
-    def refresh(self, write: Callable[[Transformer], object]) -> None:
-        """Give the model new weights: see :meth:`colonnade.serve.engine.Engine.refresh`."""
+    def update_weights(self, write: Callable[[Transformer], object]) -> None:
+        """Give the model new weights: see :meth:`colonnade.serve.engine.Engine.update_weights`."""
         assert self._in_flight is None, "a step that is in flight would mix old and new weights"
         self.scheduler.restart_all()
         self.cache.allocate()
         if self.runner.graphs is not None:
-            self.runner.graphs.forget_plans()
+            self.runner.graphs.clear_plans()
         write(self.model)
 
     def release_cache(self) -> None:
         """Free the memory of the cache: see :meth:`colonnade.serve.engine.Engine.release_cache`."""
-        self.scheduler.pool.forget_cached()
-        self.runner.forget_recorded()
+        self.scheduler.pool.reset_prefix_cache()
+        self.runner.clear_recorded_steps()
         self.cache.release()
 
     def expected_wait_s(self, client: str, priority: int, count: int = 1) -> float:

@@ -46,11 +46,11 @@ def cost_tokens(request: Request) -> int:
     return len(request.prompt) + request.limit_tokens
 
 
-_Entry = tuple[int, int, int, int, "_Line"]
+_Entry = tuple[int, int, int, int, "_Flow"]
 
 
 @dataclass(eq=False, slots=True)
-class _Line:
+class _Flow:
     """The waiting requests of one client in one class."""
 
     requests: OrderedDict[Request, int] = field(default_factory=OrderedDict)
@@ -71,7 +71,7 @@ class _Line:
 class _Class:
     virtual_time: int = 0
     waiting: int = 0
-    lines: dict[str, _Line] = field(default_factory=dict)
+    flows: dict[str, _Flow] = field(default_factory=dict)
     """By client; some have no requests, but a finish."""
 
 
@@ -96,16 +96,16 @@ class FairQueue:
         """Preempted requests, then those of each client in order of arrival."""
         yield from self._preempted
         for group in self._classes.values():
-            for line in group.lines.values():
-                yield from line.requests
+            for flow in group.flows.values():
+                yield from flow.requests
 
     @property
     def first(self) -> Request | None:
         """The request to admit next."""
         if self._preempted:
             return next(iter(self._preempted))
-        line = self._first_line()
-        return None if line is None else next(iter(line.requests))
+        flow = self._first_flow()
+        return None if flow is None else next(iter(flow.requests))
 
     def advance(self, now_s: float) -> None:
         """Raise the priority of requests that have waited long enough at ``now_s``, on any monotonic clock."""
@@ -114,27 +114,27 @@ class FairQueue:
             return
         self._updated_s, self._heap = now_s, []
         for priority, group in self._classes.items():
-            for client, line in list(group.lines.items()):
-                if line.requests:
-                    line.rises = int((now_s - line.since_s) // RISE_S)
-                    self._push(line, priority)
-                elif line.finish <= group.virtual_time or now_s - line.since_s > FORGET_S:
-                    del group.lines[client]
+            for client, flow in list(group.flows.items()):
+                if flow.requests:
+                    flow.rises = int((now_s - flow.since_s) // RISE_S)
+                    self._push(flow, priority)
+                elif flow.finish <= group.virtual_time or now_s - flow.since_s > FORGET_S:
+                    del group.flows[client]
 
     def append(self, request: Request, now_s: float) -> None:
         """Add a new request; one that another engine has begun comes after the preempted ones, before all others."""
         self._size += 1
-        if request.begun_elsewhere:
+        if request.is_continuation:
             self._preempted[request] = None
             return
         group = self._classes.setdefault(request.priority, _Class())
-        line = group.lines.setdefault(request.client, _Line())
+        flow = group.flows.setdefault(request.client, _Flow())
         self._number += 1
         self._counts[request.client] += 1
         group.waiting += 1
-        line.requests[request] = self._number
-        if len(line.requests) == 1:
-            self._place(line, group, request.priority, now_s)
+        flow.requests[request] = self._number
+        if len(flow.requests) == 1:
+            self._start_flow(flow, group, request.priority, now_s)
 
     def appendleft(self, request: Request) -> None:
         """Add a preempted request, before all others."""
@@ -147,14 +147,14 @@ class FairQueue:
         if self._preempted:
             self._size -= 1
             return self._preempted.popitem(last=False)[0]
-        line = self._first_line()
-        assert line is not None, "the queue is empty"
-        request = next(iter(line.requests))
+        flow = self._first_flow()
+        assert flow is not None, "the queue is empty"
+        request = next(iter(flow.requests))
         group = self._classes[request.priority]
-        line.finish, group.virtual_time = line.start + cost_tokens(request), line.start
-        if line.rises:  # others with an earlier start may still wait
-            group.virtual_time = min(each.start for each in group.lines.values() if each.requests)
-        self._take(request, line)
+        flow.finish, group.virtual_time = flow.start + cost_tokens(request), flow.start
+        if flow.rises:  # others with an earlier start may still wait
+            group.virtual_time = min(each.start for each in group.flows.values() if each.requests)
+        self._remove_from_flow(request, flow)
         return request
 
     def remove(self, request: Request) -> None:
@@ -164,21 +164,21 @@ class FairQueue:
             self._size -= 1
             self.refund(request)
         else:
-            self._take(request, self._classes[request.priority].lines[request.client])
+            self._remove_from_flow(request, self._classes[request.priority].flows[request.client])
 
     def refund(self, request: Request) -> None:
         """Refund the client of an admitted request that has ended for the tokens that were not generated."""
-        if request.begun_elsewhere:  # another engine has charged its client
+        if request.is_continuation:  # another engine has charged its client
             return
         group = self._classes.get(request.priority)
-        line = group and group.lines.get(request.client)
-        if not group or not line:
+        flow = group and group.flows.get(request.client)
+        if not group or not flow:
             return
-        line.finish -= request.limit_tokens - request.generated
-        start = max(group.virtual_time, line.finish)
-        if line.requests and start < line.start:
-            line.start = start
-            self._push(line, request.priority)
+        flow.finish -= request.limit_tokens - request.generated
+        start = max(group.virtual_time, flow.finish)
+        if flow.requests and start < flow.start:
+            flow.start = start
+            self._push(flow, request.priority)
 
     def count_before(self, client: str, priority: int, count: int = 1) -> int:
         """How many requests would be admitted before the last of ``count`` new ones, if all cost the same."""
@@ -187,9 +187,9 @@ class FairQueue:
             if other_priority < priority:
                 before += group.waiting
             elif other_priority == priority:
-                line = group.lines.get(client)
-                own = len(line.requests) if line else 0
-                others = (len(each.requests) for each in group.lines.values() if each is not line)
+                flow = group.flows.get(client)
+                own = len(flow.requests) if flow else 0
+                others = (len(each.requests) for each in group.flows.values() if each is not flow)
                 before += own + sum(min(number, own + count) for number in others)
         return before
 
@@ -206,18 +206,18 @@ class FairQueue:
         hog, number = max(self._counts.items(), key=lambda each: each[1], default=("", 0))
         if number < self._counts[client] + 2:
             return None
-        worst = max(p for p, group in self._classes.items() if hog in group.lines and group.lines[hog].requests)
-        return next(reversed(self._classes[worst].lines[hog].requests))
+        worst = max(p for p, group in self._classes.items() if hog in group.flows and group.flows[hog].requests)
+        return next(reversed(self._classes[worst].flows[hog].requests))
 
-    def _first_line(self) -> _Line | None:
+    def _first_flow(self) -> _Flow | None:
         while self._heap and self._heap[0][-1].entry is not self._heap[0]:
             heapq.heappop(self._heap)
         return self._heap[0][-1] if self._heap else None
 
-    def _take(self, request: Request, line: _Line) -> None:
-        """Remove ``request`` from ``line``."""
-        was_first = next(iter(line.requests)) is request
-        del line.requests[request]
+    def _remove_from_flow(self, request: Request, flow: _Flow) -> None:
+        """Remove ``request`` from ``flow``."""
+        was_first = next(iter(flow.requests)) is request
+        del flow.requests[request]
         self._size -= 1
         self._counts[request.client] -= 1
         if not self._counts[request.client]:
@@ -225,17 +225,17 @@ class FairQueue:
         group = self._classes[request.priority]
         group.waiting -= 1
         if was_first:
-            self._place(line, group, request.priority, self._now_s)
+            self._start_flow(flow, group, request.priority, self._now_s)
         if not group.waiting:  # no request of the class waits
             del self._classes[request.priority]
 
-    def _place(self, line: _Line, group: _Class, priority: int, now_s: float) -> None:
-        """Order ``line`` by its new first request, if it has one."""
-        line.start, line.since_s, line.rises, line.entry = max(group.virtual_time, line.finish), now_s, 0, None
-        if line.requests:
-            self._push(line, priority)
+    def _start_flow(self, flow: _Flow, group: _Class, priority: int, now_s: float) -> None:
+        """Order ``flow`` by its new first request, if it has one."""
+        flow.start, flow.since_s, flow.rises, flow.entry = max(group.virtual_time, flow.finish), now_s, 0, None
+        if flow.requests:
+            self._push(flow, priority)
 
-    def _push(self, line: _Line, priority: int) -> None:
-        number = next(iter(line.requests.values()))
-        line.entry = (priority - line.rises, -line.rises, line.start, number, line)
-        heapq.heappush(self._heap, line.entry)
+    def _push(self, flow: _Flow, priority: int) -> None:
+        number = next(iter(flow.requests.values()))
+        flow.entry = (priority - flow.rises, -flow.rises, flow.start, number, flow)
+        heapq.heappush(self._heap, flow.entry)

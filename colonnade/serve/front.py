@@ -25,7 +25,7 @@ from colonnade.serve.child_process import ignore_interrupts
 from colonnade.serve.control_channel import ControlChannel
 from colonnade.serve.engine_client import EngineClient
 from colonnade.serve.engine_process import MAX_MESSAGE_BYTES, wait_first
-from colonnade.serve.http_server import BACKLOG, Around, HttpServer, new_event_loop, open_tracer, share_port
+from colonnade.serve.http_server import BACKLOG, HttpServer, MiddlewareOptions, new_event_loop, open_tracer, share_port
 from colonnade.serve.ipc import Message
 from colonnade.serve.replicas import Replicas
 from colonnade.serve.request import Stats
@@ -121,7 +121,7 @@ class _Front:
         self._keys = FrontKeyRing(config.keys, config.api_key, [ApiKey(**key) for key in setup["keys"]], control)
         self._control = control
         shadow = Shadow(config) if config.shadow else None
-        self._http = HttpServer(models, config, Around(self._keys, tracer, shadow, it.limits), it.metrics)
+        self._http = HttpServer(models, config, MiddlewareOptions(self._keys, tracer, shadow, it.limits), it.metrics)
         async with contextlib.AsyncExitStack() as stack:
             for i, engine in enumerate(engines.values()):
                 for replica in range(len(engine.clients) if isinstance(engine, Replicas) else 1):

@@ -10,7 +10,7 @@ import torch
 
 from colonnade.kernels.attention.page_table import PageTable
 from colonnade.kernels.device import upload_into
-from colonnade.model import InPages, KVCache
+from colonnade.model import KVCache, PagedMemory
 from colonnade.serve.work import Work
 
 
@@ -47,13 +47,13 @@ class SourceTables:
             upload_into(self._pages, self._host_pages)
             self._tables = tables
 
-    def memory(self, kernels: str) -> InPages:
+    def memory(self, kernels: str) -> PagedMemory:
         """Cross attention to these sources, with its own page table."""
         known = ([1] * self.size, self.lengths)
         table = PageTable(
             self._pages, self._cu_queries, self._lengths, self.cache.page_tokens, 1, self.context, known, share=False
         )
-        return InPages(self.cache, self._slots, table, kernels)
+        return PagedMemory(self.cache, self._slots, table, kernels)
 
     def update_plans(self, table: PageTable) -> None:
         """Make new split plans for ``table`` if any row has a longer source than the one that was planned."""

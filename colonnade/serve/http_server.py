@@ -45,7 +45,7 @@ BACKLOG = 2048
 """Connections that wait to be accepted; uvicorn's default."""
 
 
-class Around(NamedTuple):
+class MiddlewareOptions(NamedTuple):
     """The middleware around the routes."""
 
     keys: KeyRing
@@ -57,11 +57,17 @@ class Around(NamedTuple):
 class HttpServer:
     """Serves requests for ``models``; with ``metrics_folder`` its metrics are those of all processes that use it."""
 
-    def __init__(self, models: ServedModels, config: ServeConfig, around: Around, metrics_folder: str | None = None):
-        self._models, self._shadow = models, around.shadow
-        limits = around.limits.within_files()
+    def __init__(
+        self,
+        models: ServedModels,
+        config: ServeConfig,
+        middleware: MiddlewareOptions,
+        metrics_folder: str | None = None,
+    ):
+        self._models, self._shadow = models, middleware.shadow
+        limits = middleware.limits.within_files()
         app = build_app(
-            models, config, around.keys, tracer=around.tracer, shadow=around.shadow, limits=limits,
+            models, config, middleware.keys, tracer=middleware.tracer, shadow=middleware.shadow, limits=limits,
             metrics_folder=metrics_folder,
         )  # fmt: skip
         self._server = BackgroundServer(
@@ -76,7 +82,7 @@ class HttpServer:
                 timeout_keep_alive=KEEP_ALIVE_S,
                 timeout_graceful_shutdown=GRACE_S,
             ),
-            around.keys,
+            middleware.keys,
             config.origins,
         )
         self.closed = self._server.closed

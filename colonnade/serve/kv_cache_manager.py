@@ -56,7 +56,7 @@ class KVCacheManager:
         """Cached pages with the beginning of ``request``; its last token is always run."""
         if not self.prefix_cache or request.unscored:
             return []
-        extend_page_hashes(request.page_hashes, request.ids, self.pool.page_tokens, request.first_hash)
+        extend_page_hashes(request.page_hashes, request.ids, self.pool.page_tokens, request.prefix_hash_seed)
         return self.pool.find_cached(request.page_hashes[: (len(request.ids) - 1) // self.pool.page_tokens])
 
     def _share_source(self, request: Request) -> None:
@@ -87,7 +87,7 @@ class KVCacheManager:
         full = min(request.computed, len(request.ids)) // self.pool.page_tokens
         if not self.prefix_cache or full <= request.cached_pages:
             return
-        extend_page_hashes(request.page_hashes, request.ids, self.pool.page_tokens, request.first_hash)
+        extend_page_hashes(request.page_hashes, request.ids, self.pool.page_tokens, request.prefix_hash_seed)
         for i in range(request.cached_pages, full):
             self.pool.cache_page(request.pages[i], request.page_hashes[i])
         request.cached_pages = full

@@ -23,7 +23,7 @@ from torch import Tensor
 from colonnade.kernels.attention.chunk import TokenRows
 from colonnade.kernels.attention.page_table import PageTable
 from colonnade.kernels.device import upload
-from colonnade.model import Crossed, InPages, KVCache, Packed, Paged, Source, Stream, Transformer
+from colonnade.model import EncoderDecoderAttend, KVCache, Packed, Paged, PagedMemory, Source, Stream, Transformer
 from colonnade.model.context_parallel import CachedKeys, ShardedPaged
 from colonnade.parallel.axis import Axis
 from colonnade.serve.sample_args import SampleArgs
@@ -205,7 +205,7 @@ class CacheShard:
 
 def build_inputs(
     shard: CacheShard, work: Work, *, share: bool = True
-) -> tuple[Stream, Paged | ShardedPaged | Crossed, NextTokens]:
+) -> tuple[Stream, Paged | ShardedPaged | EncoderDecoderAttend, NextTokens]:
     """The model's arguments (stream, attend, head) for ``work``; ``share``: keys of several requests are read once."""
     device = shard.cache.k[0].device
     tokens, positions, slots, tables, rows, scored = [], [], [], [], [], []
@@ -247,11 +247,11 @@ def build_inputs(
     return stream, shard.sharded_attend(work.slices, attend.table, attend.slots_T, stream.positions_T), head
 
 
-def _with_sources(cache: KVCache, work: Work, stream: Stream, own: Paged) -> tuple[Stream, Crossed]:
+def _with_sources(cache: KVCache, work: Work, stream: Stream, own: Paged) -> tuple[Stream, EncoderDecoderAttend]:
     """The stream with the sources that the pass encodes, and attention to the sources of all its requests."""
     device, new = cache.k[0].device, [piece for piece in work.slices if piece.source]
     slots = [slot for piece in new for slot in piece.source_slots(cache.page_tokens)]
-    memory = InPages.of(
+    memory = PagedMemory.of(
         cache,
         upload(slots, torch.int64, device),
         [list(piece.source_pages) for piece in work.slices],
@@ -259,10 +259,10 @@ def _with_sources(cache: KVCache, work: Work, stream: Stream, own: Paged) -> tup
         [len(piece.tokens) for piece in work.slices],
     )
     if not new:
-        return stream, Crossed(own, None, memory)
+        return stream, EncoderDecoderAttend(own, None, memory)
     lengths = [len(piece.source) for piece in new]
     tokens_S = upload([token for piece in new for token in piece.source], torch.int64, device)
     positions_S = upload([i for n in lengths for i in range(n)], torch.int64, device)
-    return stream._replace(source=Source(tokens_S, positions_S)), Crossed(
+    return stream._replace(source=Source(tokens_S, positions_S)), EncoderDecoderAttend(
         own, Packed.of(lengths, device, causal=False), memory
     )

@@ -153,7 +153,7 @@ class ModelRunner:
             sampled = sampled._replace(tokens_R=self._last_R)
         return SampledTokens(sampled, launched_s)
 
-    def forget_recorded(self) -> None:
+    def clear_recorded_steps(self) -> None:
         """Drop recorded steps and CUDA graphs."""
         if self.graphs is not None:
             self.graphs.clear()

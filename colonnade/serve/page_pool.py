@@ -172,7 +172,7 @@ class PagePool:
                 else:
                     self._free[page % self.ranks].append(page)
 
-    def forget_cached(self) -> None:
+    def reset_prefix_cache(self) -> None:
         """Empty the prefix cache: no page is found any more; those with references stay with their requests."""
         for free, evictable in zip(self._free, self._evictable, strict=True):
             free.extend(evictable)

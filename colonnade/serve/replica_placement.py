@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 
 from colonnade.config import Plan
 from colonnade.config.base import plural
-from colonnade.cores import CpuPlacement, Machine, auto_replicas, idle_warning, place, read_machine
+from colonnade.cores import CpuPlacement, Machine, auto_replicas, idle_warning, place_replicas, read_machine
 from colonnade.errors import ConfigError
 
 GPU_DEVICES = ("nvidia[0-9]*", "nvgpu*", "nvhost-gpu", "dxg", "kfd")
@@ -59,7 +59,7 @@ def place_engines(
             return share_gpus(blocks, models, count), ""
     machine = machine or read_machine()
     count = auto_replicas(machine, plan.world) if replicas == "auto" else replicas
-    cpus = [each._replace(owned=each.owned and models == 1) for each in place(machine, count, plan.world)]
+    cpus = [each._replace(owned=each.owned and models == 1) for each in place_replicas(machine, count, plan.world)]
     placements = [[Placement(each, engines=models) for each in cpus] for _ in range(models)]
     return placements, "\n".join(filter(None, (idle_warning(machine, count, plan.world), ranks_warning(plan))))
 

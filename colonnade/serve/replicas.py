@@ -123,7 +123,7 @@ class Replicas:
     def set_down(self, replica: int) -> None:
         """Drop the engine of ``replica``, which has ended; another connection replaces it."""
         self.ended_stats = sum_stats([self.ended_stats, _counters(self.clients[replica].stats)])
-        self.router.forget(replica)
+        self.router.clear(replica)
         self._loaded.discard(replica)
         self.clients[replica] = EngineClient()
         if not self.up:
@@ -181,7 +181,7 @@ class Replicas:
                 except RequestError as error:
                     full.add(replica)
                     if error.code == "engine_failed" and not self._aborted:
-                        todo, full = progress.remaining(), set()
+                        todo, full = progress.remaining_request(), set()
                     elif error.code != "queue_full" or begun or full.issuperset(self.up):
                         raise
                 finally:
@@ -196,8 +196,8 @@ class Replicas:
         while not self.up:
             if self.failure or self._aborted:
                 raise self.unavailable()
-            changed, left_s = self._changed, progress.left_s
-            await wait_first(changed.wait(), timeout_s=left_s)
+            changed, remaining_s = self._changed, progress.remaining_s
+            await wait_first(changed.wait(), timeout_s=remaining_s)
             if not changed.is_set() and progress.request.timeout_s is not None:
                 raise timed_out(progress.request.timeout_s)
 
@@ -209,7 +209,7 @@ class Replicas:
             )
         if do == "reset_cache":
             for replica in self.up:
-                self.router.forget(replica)
+                self.router.clear(replica)
             answers = await asyncio.gather(*(self.clients[i].ask(do, **fields) for i in self.up))
             return answers[0]
         while self.up and not self.draining:

@@ -108,7 +108,7 @@ class Request:
             self.scored = len(self.prompt) - 1
 
     @property
-    def begun_elsewhere(self) -> bool:
+    def is_continuation(self) -> bool:
         """Whether another engine has delivered tokens of it."""
         return bool(self.resume) or (self.search is not None and bool(self.search.delivered))
 
@@ -130,7 +130,7 @@ class Request:
         return len(self.source or self.prompt)
 
     @property
-    def first_hash(self) -> bytes:
+    def prefix_hash_seed(self) -> bytes:
         """What the keys of the first page depend on besides its tokens: the source, or the adapter."""
         return self.source_hash or (self.adapter.to_bytes(4, "big") if self.adapter else b"")
 
@@ -243,7 +243,7 @@ class Output(NamedTuple):
     prompt_token_ids: tuple[int, ...] | None = None
     """The prompt's, in the first output, if requested."""
     version: int = 0
-    """Of the weights (:meth:`colonnade.serve.engine.Engine.refresh`)."""
+    """Of the weights (:meth:`colonnade.serve.engine.Engine.update_weights`)."""
 
 
 @dataclass(frozen=True, slots=True)

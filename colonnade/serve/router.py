@@ -23,7 +23,7 @@ BLOCK_BYTES = 256
 MAX_BLOCKS = 1024
 """Blocks of a prompt that are hashed; what follows them is not compared."""
 
-KNOWN_BLOCKS = 1 << 15
+MAX_REMEMBERED_BLOCKS = 1 << 15
 """Blocks remembered for each replica, the least recently used ones dropped first."""
 
 MIN_PREFIX_SHARE = 0.3
@@ -85,7 +85,7 @@ class Router:
         """A request of ``replica`` has ended."""
         self.loads[replica] -= 1
 
-    def forget(self, replica: int) -> None:
+    def clear(self, replica: int) -> None:
         """The cache of ``replica`` is empty: it has been restarted, or reset."""
         self._known[replica].clear()
 
@@ -98,5 +98,5 @@ class Router:
         for each in reversed(hashes):  # a prefix is dropped after everything that it begins
             known[each] = None
             known.move_to_end(each)
-        while len(known) > KNOWN_BLOCKS:
+        while len(known) > MAX_REMEMBERED_BLOCKS:
             known.popitem(last=False)

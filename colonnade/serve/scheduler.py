@@ -289,7 +289,7 @@ class Scheduler:
         count = len(self.running)
         while self.running:
             self._preempt_last()
-        self.pool.forget_cached()
+        self.pool.reset_prefix_cache()
         return count
 
     def audit(self) -> None:

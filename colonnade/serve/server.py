@@ -26,7 +26,15 @@ from colonnade.serve.backend import Backend, make_engine
 from colonnade.serve.engine_client import EngineClient
 from colonnade.serve.engine_process import OpenModel, engine_process, wait_first
 from colonnade.serve.fronts import Fronts
-from colonnade.serve.http_server import Around, HttpServer, listen, new_event_loop, open_tracer, reserve_port, url_of
+from colonnade.serve.http_server import (
+    HttpServer,
+    MiddlewareOptions,
+    listen,
+    new_event_loop,
+    open_tracer,
+    reserve_port,
+    url_of,
+)
 from colonnade.serve.replica_placement import ANYWHERE, Placement, place_engines
 from colonnade.serve.replica_processes import ReplicaProcesses
 from colonnade.serve.served_models import ServedModels
@@ -78,8 +86,8 @@ def serve(
             for url in urls:
                 if is_own_address(url, listener):
                     raise ConfigError(f"--serve.{flag} {url} is this server itself; use the address of another one")
-        around = Around(keys, tracer, shadow, limits)
-        runner.run(_serve(listener, open_models, plan, config, device, placements, around, announce))
+        middleware = MiddlewareOptions(keys, tracer, shadow, limits)
+        runner.run(_serve(listener, open_models, plan, config, device, placements, middleware, announce))
 
 
 async def _serve(
@@ -89,7 +97,7 @@ async def _serve(
     config: ServeConfig,
     device: str,
     placements: list[list[Placement]],
-    around: Around,
+    middleware: MiddlewareOptions,
     announce: Callable[[str], object],
 ) -> None:
     stop = _StopSignals()
@@ -100,11 +108,11 @@ async def _serve(
     names = ", ".join(models.names)
     announce(f"loading {names}")
     if config.fronts > 1:
-        http = Fronts(models, config, around.keys, around.limits, announce)
+        http = Fronts(models, config, middleware.keys, middleware.limits, announce)
     else:
-        http = HttpServer(models, config, around)
+        http = HttpServer(models, config, middleware)
     if config.keys is not None:
-        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, _reload_keys, around.keys, http, announce)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, _reload_keys, middleware.keys, http, announce)
     async with (
         http.running(listener),
         _running(models, open_models, plan, config, device, placements, stop, announce, http.connect),

@@ -28,7 +28,7 @@ INDEXED_TOKENS = 4096
 RATE_STEP = 1 / 16
 """Weight of the newest guess in the rate of right ones."""
 
-LEAST_RATE = 0.5
+MIN_RATE = 0.5
 """Rate of right guesses from which on drafts are tried: a wrong draft costs a row of a pass."""
 
 
@@ -114,7 +114,7 @@ class NgramDrafter:
     @property
     def active(self) -> bool:
         """Whether drafts are worth a try."""
-        return self.rate >= LEAST_RATE
+        return self.rate >= MIN_RATE
 
     def update(self) -> None:
         """Record new tokens."""

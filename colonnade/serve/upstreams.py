@@ -153,7 +153,7 @@ class Upstreams:
             if was_up and not is_up:
                 left = f"{plural(len(self.up), 'upstream')} left"
                 self._announce(f"upstream {self.urls[upstream]} is down, {left}: {self._reasons[upstream]}")
-                self.router.forget(upstream)
+                self.router.clear(upstream)
             if lost and not is_up:
                 self._end_requests(upstream)
 

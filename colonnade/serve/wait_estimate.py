@@ -2,11 +2,11 @@
 
     expected wait = admissions up to and including its own × mean time between admissions while requests wait
 
-The mean is exponential, over about the last :data:`MEMORY` admissions; while none happens it is at least the time since
-the last one. Pure Python without a clock.
+The mean is exponential, over about the last :data:`AVERAGED_ADMISSIONS` admissions; while none happens it is at least
+the time since the last one. Pure Python without a clock.
 """
 
-MEMORY = 10
+AVERAGED_ADMISSIONS = 10
 """Admissions after which an older one counts e times less."""
 
 
@@ -23,7 +23,7 @@ class WaitEstimate:
         """Record a step that admitted ``admitted`` requests and left ``waiting``."""
         if admitted and self._since_s is not None:
             interval_s = (now_s - self._since_s) / admitted
-            keep = (1 - 1 / MEMORY) ** admitted
+            keep = (1 - 1 / AVERAGED_ADMISSIONS) ** admitted
             self._mean_s = interval_s if self._mean_s is None else keep * self._mean_s + (1 - keep) * interval_s
         if not waiting:
             self._since_s = None

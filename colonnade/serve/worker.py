@@ -226,7 +226,7 @@ def _reply(engine: Engine | PoolingEngine, message: Message) -> Message | None:
         return message["event"]
     if message["do"] == "reset_cache":
         if isinstance(engine, Engine):  # a pooling engine has no cache
-            engine.scheduler.pool.forget_cached()
+            engine.scheduler.pool.reset_prefix_cache()
         return {"event": "answer", "ids": message["ids"]}
     if message["do"] == "look":
         return _look(engine, message)

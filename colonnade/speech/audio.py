@@ -16,9 +16,9 @@ from torch import Tensor
 from colonnade.errors import DataError
 from colonnade.speech.pcm import RATE, Resampler, require
 
-LONGEST_S = 4 * 3600
+MAX_LENGTH_S = 4 * 3600
 """Maximum length of a recording [s]."""
-MOST_RATE = 96_000
+MAX_RATE = 96_000
 """Maximum samples per second, over all channels, of a recording of maximum length."""
 BLOCK_SAMPLES = 1 << 18
 """Samples decoded at a time, over all channels."""
@@ -30,11 +30,11 @@ FORMATS = (
 """Containers that FFmpeg may open: none of them can reference other files."""
 
 
-def load_audio(path: str | Path, *, longest_s: float = LONGEST_S) -> Tensor:
+def load_audio(path: str | Path, *, longest_s: float = MAX_LENGTH_S) -> Tensor:
     """float32 samples of ``path`` at 16 kHz, the mean of its channels.
 
     Raises :class:`DataError` for a file without audio, longer than ``longest_s``, or with more samples than
-    ``longest_s`` at :data:`MOST_RATE`.
+    ``longest_s`` at :data:`MAX_RATE`.
     """
     path = Path(path)
     try:
@@ -99,9 +99,9 @@ def _decode(path: Path, longest_s: float) -> Tensor:
 def _check_length(path: Path, frames: int, rate: int, channels: int, longest_s: float) -> None:
     if (seconds := frames / max(1, rate)) > longest_s:
         raise DataError(f"{path} is {_length(seconds)} long or more, and the limit is {_length(longest_s)}; cut it")
-    if (samples := frames * channels) > longest_s * MOST_RATE:
+    if (samples := frames * channels) > longest_s * MAX_RATE:
         raise DataError(
-            f"{path} has {samples:,} samples or more in {channels} channels, at most {round(longest_s * MOST_RATE):,} "
+            f"{path} has {samples:,} samples or more in {channels} channels, at most {round(longest_s * MAX_RATE):,} "
             f"are read; convert it to mono at {RATE:,} Hz"
         )
 

@@ -33,14 +33,14 @@ from pydantic_core import PydanticCustomError
 
 from colonnade.errors import DataError
 from colonnade.speech import synth
-from colonnade.speech.audio import LONGEST_S, load_audio
+from colonnade.speech.audio import MAX_LENGTH_S, load_audio
 from colonnade.speech.pcm import write_audio
 from colonnade.speech.synth import Phoneme
 
 MANIFEST = "manifest.jsonl"
 LRS3_SPLITS: dict[str, Literal["train", "test"]] = {"pretrain": "train", "trainval": "train", "test": "test"}
 
-Seconds = Annotated[float, Field(ge=0, le=LONGEST_S, allow_inf_nan=False)]
+Seconds = Annotated[float, Field(ge=0, le=MAX_LENGTH_S, allow_inf_nan=False)]
 """A time in a recording."""
 
 
@@ -141,7 +141,7 @@ def _read_lrs3_text(path: Path) -> tuple[str, tuple[tuple[float, float], ...]]:
             bounds = float(start), float(end)
         except ValueError:
             raise DataError(f"{path}, line {number}: {line[:60]!r} has no word, start and end; fix it") from None
-        if not 0 <= bounds[0] <= bounds[1] <= LONGEST_S:
+        if not 0 <= bounds[0] <= bounds[1] <= MAX_LENGTH_S:
             raise DataError(f"{path}, line {number}: a word from {bounds[0]} s to {bounds[1]} s; fix the times")
         words.append(bounds)
     return " ".join(texts[0]).lower(), tuple(words) if len(words) == len(texts[0]) else ()

@@ -17,7 +17,7 @@ from colonnade.speech.corpus import Corpus
 from colonnade.speech.data import MANIFEST, make_data
 from colonnade.speech.features import FRAME, RATE
 from colonnade.speech.fit import FitSettings, fit, word_error_rate
-from colonnade.speech.listen import Listeners
+from colonnade.speech.listen import StreamingRecogniser
 from colonnade.speech.model import SpeechModel
 
 SNRS = (None, 5.0, -5.0)
@@ -62,7 +62,7 @@ def _stream(model: SpeechModel, corpus: Corpus, i: int, snr: float | None) -> No
     samples = torch.from_numpy(corpus.noisy(i, snr, random))
     console.print(f"spoken: {corpus.recordings[i].text}", markup=False)
     console.print("heard:  ", end="")
-    listeners = Listeners(model)
+    listeners = StreamingRecogniser(model)
     stream = listeners.open()
     parts = samples.split(FRAME)
     for number, part in enumerate([*parts, None], 1):

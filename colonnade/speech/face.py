@@ -28,17 +28,17 @@ THRESHOLDS = (0.6, 0.7, 0.7)
 """Minimum score of a window after each network."""
 CELL, STRIDE, FACTOR = 12, 2, 0.709
 """Window and stride of network P [pixels]; the ratio of neighbouring scales of the pyramid."""
-SMALLEST_SHARE = 0.15
+MIN_FACE_SHARE = 0.15
 """Smallest face, as a share of the picture's shorter side."""
-MOST_WINDOWS = 256
+MAX_WINDOWS = 256
 """Windows that P passes to R; a picture of a crowd or of noise has thousands."""
-EVERY = 5
+DETECTION_INTERVAL = 5
 """Pictures from one detection to the next."""
 SMOOTHING = 0.5
 """Weight of new landmarks."""
-JUMP = 0.5
+MAX_SMOOTHED_MOVE = 0.5
 """Landmarks that move by more than this share of the eyes' distance are not smoothed: the picture was cut."""
-LOST = 5
+MAX_MISSES = 5
 """Detections without a face after which the last landmarks are dropped: a second at 25 pictures per second."""
 # (x, y): eyes, nose, corners of the mouth, in units of the eyes' distance, from the middle between them.
 MEAN_FACE = np.array([-0.5, 0.5, 0.0, -0.41, 0.41]) + 1j * np.array([0.0, 0.0, 0.57, 1.16, 1.16])
@@ -96,7 +96,7 @@ class FaceDetector:
     def _propose(self, x_1CHW: Tensor) -> Tensor:
         """Windows (n, 4) of network P over a pyramid of scales."""
         height, width = x_1CHW.shape[2:]
-        scale = CELL / max(CELL, SMALLEST_SHARE * min(height, width))
+        scale = CELL / max(CELL, MIN_FACE_SHARE * min(height, width))
         found, scores = [torch.zeros(0, 4)], [torch.zeros(0)]
         x_1CHW = _normalised(x_1CHW)
         while min(height, width) * scale >= CELL:
@@ -111,7 +111,7 @@ class FaceDetector:
             scores.append(score[kept])
             scale *= FACTOR
         boxes, score = torch.cat(found), torch.cat(scores)
-        return boxes[suppress(boxes, score, 0.7)[:MOST_WINDOWS]]
+        return boxes[suppress(boxes, score, 0.7)[:MAX_WINDOWS]]
 
     def _refine(self, x_1CHW: Tensor, boxes: Tensor) -> Tensor:
         """The windows that network R keeps, moved."""
@@ -149,7 +149,7 @@ class FaceTracker:
 
     def crop(self, picture: np.ndarray) -> Tensor | None:
         """(size, size) float32 brightness, 0 to 1; None while there is no face."""
-        if self._seen % EVERY == 0:
+        if self._seen % DETECTION_INTERVAL == 0:
             self._update(self.detector.find(picture, self.face))
         self._seen += 1
         return None if self.points is None else crop_region(picture, self.points, self.size, self.region)
@@ -158,12 +158,12 @@ class FaceTracker:
         self.face = face
         if face is None:
             self._missed += 1
-            if self._missed >= LOST:
+            if self._missed >= MAX_MISSES:
                 self.points = None
             return
         self._missed = 0
         old, new = self.points, face.points
-        if old is None or abs(new - old).max() > JUMP * abs(new[1] - new[0]):
+        if old is None or abs(new - old).max() > MAX_SMOOTHED_MOVE * abs(new[1] - new[0]):
             self.points = new
         else:
             self.points = old + SMOOTHING * (new - old)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from colonnade.config.speech import SpeechConfig
 from colonnade.errors import DataError
-from colonnade.speech.resnet import BEFORE
+from colonnade.speech.resnet import HISTORY_SAMPLES
 from colonnade.speech.subsampling import SubsampledFeatures
 
 RATE = 16000
@@ -31,18 +31,18 @@ def mel_filters(mels: int) -> Tensor:
     return torch.minimum(rising, falling).clamp(min=0)
 
 
-def before(history: int) -> int:
+def samples_before(history: int) -> int:
     """Number of samples before a frame that its spectra read, including the ``history`` spectra."""
     return WINDOW - HOP + history * HOP
 
 
 def log_mel(samples: Tensor, filters: Tensor, history: int = 0) -> Tensor:
-    """(T, (history + 4)·mels) from :func:`before` samples and T whole frames of them."""
-    T = (len(samples) - before(history)) // FRAME
+    """(T, (history + 4)·mels) from :func:`samples_before` samples and T whole frames of them."""
+    T = (len(samples) - samples_before(history)) // FRAME
     spectra = history + FRAME // HOP
     if T < 1:
         return samples.new_zeros(0, spectra * filters.shape[1])
-    windows = samples[: before(history) + T * FRAME].unfold(0, WINDOW, HOP)
+    windows = samples[: samples_before(history) + T * FRAME].unfold(0, WINDOW, HOP)
     shape = torch.hann_window(WINDOW, dtype=samples.dtype, device=samples.device)
     power = torch.fft.rfft(windows * shape, FFT).abs().square()
     mel = (power @ filters.to(samples)).clamp(min=FLOOR).log()
@@ -57,10 +57,10 @@ class Features:
         self.history, self.filters = config.audio_history, mel_filters(config.mels).to(dtype)
         self.samples = config.front_end == "resnet"
         self.frame = FRAME
-        self.before = self.start = BEFORE if self.samples else before(self.history)
+        self.before = self.start = HISTORY_SAMPLES if self.samples else samples_before(self.history)
         """Number of samples needed before a frame, and of zeros before the first."""
         self.spectra = spectra = (self.history + FRAME // HOP) * config.mels
-        self.width = BEFORE + FRAME if self.samples else spectra
+        self.width = HISTORY_SAMPLES + FRAME if self.samples else spectra
         """Feature width of a frame."""
 
     def frames(self, samples: int) -> int:
@@ -68,7 +68,9 @@ class Features:
         return -(-samples // FRAME)
 
     def __call__(self, samples: Tensor, first: int = 0, total: int | None = None) -> Tensor:
-        """(T, width) from ``before`` samples and T whole frames of them; the index of the first does not matter."""
+        """(T, width) from ``samples_before`` samples and T whole frames of them; the index of the first does not
+        matter.
+        """
         if not self.samples:
             return log_mel(samples, self.filters, self.history)
         T = (len(samples) - self.before) // FRAME

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from colonnade.config.speech import SpeechConfig
 from colonnade.errors import DataError
-from colonnade.speech.resnet import OUT, PictureResNet, SoundResNet
+from colonnade.speech.resnet import OUTPUT_WIDTH, PictureResNet, SoundResNet
 from colonnade.speech.subsampling import Subsampling
 
 
@@ -43,8 +43,8 @@ class FrontEnd(nn.Module):
         D, spectra = config.width, (config.audio_history + 4) * config.mels
         self.video = self.fusion = self.project = None
         if config.front_end == "resnet":
-            self.audio, width = SoundResNet(), OUT
-            self.project = nn.Linear(OUT, D)
+            self.audio, width = SoundResNet(), OUTPUT_WIDTH
+            self.project = nn.Linear(OUTPUT_WIDTH, D)
             if config.picture:
                 self.video = PictureResNet(config.picture_history)
         elif config.front_end == "subsampling":

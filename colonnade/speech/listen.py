@@ -14,13 +14,13 @@ from colonnade.speech.front_end import Frames, join_frames, stack_pictures
 from colonnade.speech.letter_lm import Fusion
 from colonnade.speech.model import SpeechModel
 from colonnade.speech.streams import StreamPool
-from colonnade.speech.video import HOLD, PictureClock, film_pictures, scaled
+from colonnade.speech.video import HOLD_FRAMES, PictureClock, film_pictures, scaled
 
-MOST_AHEAD = 1500
+MAX_WAITING_PICTURES = 1500
 """Maximum number of pictures that may wait for their audio: a minute."""
-LAG = 3
+MAX_WAITING_FRAMES = 3
 """Maximum number of audio frames that wait for a picture, if the stream has pictures."""
-LOST = 25
+MISSING_FRAMES = 25
 """Frames without a picture after which audio no longer waits."""
 FRONT_FRAMES = 8
 """Frames of a stream that the front end computes at once, fewer only when they complete a segment: one by one they cost
@@ -43,7 +43,7 @@ class _Stream:
         """Frames whose pictures are settled; pictures received in order."""
         self.settled: list[Frames] = []
         """Those that the front end has not computed."""
-        self.newest = -LOST
+        self.newest = -MISSING_FRAMES
         """The last frame that has a picture."""
         self.begun = False
         """Whether text has been returned."""
@@ -56,18 +56,18 @@ class _Stream:
     def ready(self, ended: bool) -> int:
         """The number of waiting frames that are ready."""
         total = self.made + len(self.waiting_TA)
-        if ended or total - self.newest > LOST:
+        if ended or total - self.newest > MISSING_FRAMES:
             return len(self.waiting_TA)
-        return max(0, min(total, max(self.newest + 1, total - LAG)) - self.made)
+        return max(0, min(total, max(self.newest + 1, total - MAX_WAITING_FRAMES)) - self.made)
 
 
-class Listeners:
+class StreamingRecogniser:
     """At most ``streams`` streams at once, in constant memory; greedy, or with ``beam`` hypotheses per stream;
     ``fusion`` adds a language model to their scores.
 
     Deltas are final: greedy labels immediately, those of a beam when all hypotheses agree, and the rest at the end. A
-    picture belongs to the frame with its number. Once a stream has pictures, audio waits up to LAG frames for them; a
-    frame whose picture arrives later or never is recognised from audio alone.
+    picture belongs to the frame with its number. Once a stream has pictures, audio waits up to MAX_WAITING_FRAMES
+    frames for them; a frame whose picture arrives later or never is recognised from audio alone.
     """
 
     def __init__(self, model: SpeechModel, streams: int = 1, beam: int | None = None, fusion: Fusion | None = None):
@@ -85,7 +85,7 @@ class Listeners:
         ``segment`` and ``lookahead`` are its S and R in frames of 40 ms, of those that were trained; streams of
         different sizes share steps. Raises ConfigError for others.
         """
-        stream = self.pool.open(self.model.choose(segment, lookahead))
+        stream = self.pool.open(self.model.choose_segments(segment, lookahead))
         self.search.reset(stream)
         self.streams[stream] = _Stream(self.model.config, self.model.sound)
         return stream
@@ -98,16 +98,16 @@ class Listeners:
         if pictures is not None:
             self._check_pictures(own, own.received + len(pictures) - 1, pictures)
             for number, each in enumerate(pictures, own.received):
-                self._see(own, number, each)
+                self._add_picture(own, number, each)
             own.received += len(pictures)
         self._frames(stream, own.sound.push(samples))
 
     @torch.inference_mode()
-    def see(self, stream: int, frame: int, picture: Tensor, hold: int = 0) -> None:
+    def add_picture(self, stream: int, frame: int, picture: Tensor, hold: int = 0) -> None:
         """Add the picture of a frame, (height, width); it is reused for the ``hold`` next frames if they have none."""
         own = self._stream(stream)
         self._check_pictures(own, frame, picture[None])
-        self._see(own, frame, picture)
+        self._add_picture(own, frame, picture)
         for i in range(frame + 1, frame + 1 + hold):
             if i >= own.made:
                 own.held[i] = picture
@@ -164,12 +164,12 @@ class Listeners:
             raise DataError(f"pictures of shape {tuple(pictures.shape)}; use {need}")
         if not bool(torch.isfinite(pictures).all()):
             raise DataError("pictures with NaN or infinity; check the camera")
-        if last - own.made >= MOST_AHEAD:
+        if last - own.made >= MAX_WAITING_PICTURES:
             raise DataError(
-                f"pictures are more than {MOST_AHEAD} frames ahead of the sound; send both at the same pace"
+                f"pictures are more than {MAX_WAITING_PICTURES} frames ahead of the sound; send both at the same pace"
             )
 
-    def _see(self, own: _Stream, frame: int, picture: Tensor) -> None:
+    def _add_picture(self, own: _Stream, frame: int, picture: Tensor) -> None:
         if frame >= own.made:
             own.pictures[frame] = picture
             own.newest = max(own.newest, frame)
@@ -221,9 +221,10 @@ def listen(
 ) -> Iterator[str]:
     """Yields the text of one stream of samples at 16 kHz, in parts, as soon as the model produces them.
 
-    ``segment`` and ``lookahead`` are as in :meth:`Listeners.open`, ``beam`` and ``fusion`` as in :class:`Listeners`.
+    ``segment`` and ``lookahead`` are as in :meth:`StreamingRecogniser.open`, ``beam`` and ``fusion`` as in
+    :class:`StreamingRecogniser`.
     """
-    listeners = Listeners(model, beam=beam, fusion=fusion)
+    listeners = StreamingRecogniser(model, beam=beam, fusion=fusion)
     stream = listeners.open(segment, lookahead)
     for samples in chunks:
         listeners.push(stream, samples)
@@ -250,7 +251,7 @@ def listen_film(
     if not size:
         raise DataError("this recogniser has no pictures; remove the crop, or use one that was trained with mouths")
     tracker = None if crop == "none" else FaceTracker(face_detector(), size, crop)
-    listeners, clock, samples_s = Listeners(model, beam=beam), PictureClock(), 0.0
+    listeners, clock, samples_s = StreamingRecogniser(model, beam=beam), PictureClock(), 0.0
     stream = listeners.open(segment, lookahead)
     pictures = film_pictures(film)
     following = next(pictures, None)
@@ -260,7 +261,7 @@ def listen_film(
             time_s, picture = following
             seen = scaled(picture, size) if tracker is None else tracker.crop(picture)
             if seen is not None and clock.frame(time_s) >= 0:
-                listeners.see(stream, clock.frame(time_s), seen, HOLD)
+                listeners.add_picture(stream, clock.frame(time_s), seen, HOLD_FRAMES)
             following = next(pictures, None)
         listeners.push(stream, samples)
         yield from _texts(listeners, stream)
@@ -268,7 +269,7 @@ def listen_film(
     yield from _texts(listeners, stream)
 
 
-def _texts(listeners: Listeners, stream: int) -> Iterator[str]:
+def _texts(listeners: StreamingRecogniser, stream: int) -> Iterator[str]:
     """The text of all segments that are complete."""
     while found := listeners.step():
         if found[stream]:

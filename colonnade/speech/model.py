@@ -64,7 +64,7 @@ class SpeechModel(nn.Module):
         """All trained sizes."""
         S, L, R, M = (max(own) for own in zip(*config.trained_sizes, strict=True))
         self.largest_sizes = Segments(S, L, R, M)
-        self.sizes = self.choose()
+        self.sizes = self.choose_segments()
         D, J, V = config.width, config.joint_width, config.vocab_size
         with torch.random.fork_rng():
             torch.manual_seed(seed)
@@ -90,7 +90,7 @@ class SpeechModel(nn.Module):
         self.to(dtype)
         self.sound = features_of(config, dtype)
 
-    def choose(self, segment: int | None = None, lookahead: int | None = None) -> Segments:
+    def choose_segments(self, segment: int | None = None, lookahead: int | None = None) -> Segments:
         """The sizes of a stream: its own S and R, in frames, if given.
 
         Raises ConfigError for sizes that the recogniser was not trained with.

@@ -38,9 +38,9 @@ from colonnade.speech.video import MAX_JPEG_BYTES, PictureClock, decode_jpeg, de
 
 Event = dict[str, Any]
 RATES = (16000, 24000)
-LONGEST_S = 3600
+MAX_LENGTH_S = 3600
 """Maximum length of an item [s]; a client must commit before."""
-SHORTEST_S = 0.1
+MIN_LENGTH_S = 0.1
 """Shortest item that may be committed."""
 MAX_TIME_US = 1 << 53
 """Larger numbers are not exact in JavaScript."""
@@ -142,7 +142,7 @@ class RealtimeSession:
                 raise RequestError(f"{name} is {str(value)[:64]}; send a number of frames", param=f"{path}.{name}")
             chosen[name] = value
         try:
-            return self.engine.listeners.model.choose(**chosen)
+            return self.engine.listeners.model.choose_segments(**chosen)
         except ConfigError as error:
             raise RequestError(str(error), param=path) from None
 
@@ -161,8 +161,8 @@ class RealtimeSession:
     async def _append(self, event: Event) -> None:
         samples = _samples(event.get("audio"))
         time_s = _time_s(event)
-        if (self._samples + len(samples)) / self.rate > LONGEST_S:
-            raise RequestError(f"the item is longer than {LONGEST_S} s; commit it", param="audio")
+        if (self._samples + len(samples)) / self.rate > MAX_LENGTH_S:
+            raise RequestError(f"the item is longer than {MAX_LENGTH_S} s; commit it", param="audio")
         stream = await self._open()
         if time_s is not None:
             self._clock.sound(time_s, self._samples * RATE // self.rate)
@@ -188,7 +188,7 @@ class RealtimeSession:
             picture = await asyncio.to_thread(lambda: tracker.crop(decode_rgb(data)))
         frame = self._clock.frame(time_s)
         if frame >= 0 and picture is not None:  # without a face, text continues by sound
-            await self.engine.see(await self._open(), frame, picture)
+            await self.engine.add_picture(await self._open(), frame, picture)
 
     async def _open(self) -> int:
         """The stream of the item."""
@@ -199,8 +199,8 @@ class RealtimeSession:
 
     async def _commit(self, event: Event) -> None:
         seconds = self._samples / self.rate
-        if self._stream is None or seconds < SHORTEST_S:
-            raise RequestError(f"the buffer has {seconds:.3f} s of sound; a commit needs at least {SHORTEST_S} s")
+        if self._stream is None or seconds < MIN_LENGTH_S:
+            raise RequestError(f"the buffer has {seconds:.3f} s of sound; a commit needs at least {MIN_LENGTH_S} s")
         await self._emit("input_audio_buffer.committed", item_id=self._item, previous_item_id=self._previous)
         content = [{"type": "input_audio", "transcript": None}]
         item = {"id": self._item, "type": "message", "role": "user", "status": "completed", "content": content}

@@ -12,10 +12,10 @@ pictures.
 from torch import Tensor, nn
 
 WIDTHS = (64, 128, 256, 512)
-OUT = WIDTHS[-1]
+OUTPUT_WIDTH = WIDTHS[-1]
 """Numbers of a frame."""
 KERNEL, STRIDE = 80, 4
-BEFORE = KERNEL - STRIDE
+HISTORY_SAMPLES = KERNEL - STRIDE
 """Number of samples before a frame that its first convolution reads."""
 
 
@@ -53,7 +53,7 @@ def trunk(dims: int) -> nn.Sequential:
 
 
 class SoundResNet(nn.Module):
-    """Maps (T, BEFORE + 640) samples, each frame with those before it, to (T, 512)."""
+    """Maps (T, HISTORY_SAMPLES + 640) samples, each frame with those before it, to (T, 512)."""
 
     def __init__(self):
         super().__init__()

@@ -23,7 +23,7 @@ from colonnade.speech.predictor import Predictor, States
 LogProbs = Callable[[Tensor, Tensor], Tensor]
 """(e_RD, p_RD) to log-probabilities (R, V): :meth:`colonnade.model.transducer_loss.Joint.logprobs`."""
 
-MOST_OPEN = 100
+MAX_OPEN_LABELS = 100
 """Maximum number of labels on which the hypotheses of a stream may disagree; then the best one decides the first."""
 
 
@@ -108,8 +108,9 @@ class Hypothesis:
 class BeamSearch:
     """The ``beam`` most probable hypotheses of each stream.
 
-    After each frame, the labels that all hypotheses begin with are removed from them. If more than MOST_OPEN labels
-    remain, hypotheses whose first label is not that of the best one are dropped. So a stream's memory is constant.
+    After each frame, the labels that all hypotheses begin with are removed from them. If more than MAX_OPEN_LABELS
+    labels remain, hypotheses whose first label is not that of the best one are dropped. So a stream's memory is
+    constant.
     """
 
     def __init__(
@@ -172,7 +173,7 @@ class BeamSearch:
             own = self.hypotheses[stream] = [replace(h, labels=h.labels[len(labels) :]) for h in own]
             self.committed[stream] += len(labels)
             self.final[stream] += labels
-            if max(len(h.labels) for h in own) <= MOST_OPEN:
+            if max(len(h.labels) for h in own) <= MAX_OPEN_LABELS:
                 return
             first = self.best(stream)[0].labels[:1]
             self.hypotheses[stream] = [h for h in own if h.labels[:1] == first]

@@ -75,7 +75,7 @@ class SpeechServer:
         lookahead: int | None = None,
         beam: int | None = None,
     ):
-        self.engine = StreamEngine(model, streams, model.choose(segment, lookahead), beam)
+        self.engine = StreamEngine(model, streams, model.choose_segments(segment, lookahead), beam)
         self.name, self.keys = name, keys
         self.origins, self.idle_s, self.stall_s = origins, idle_s, stall_s
         self.draining = False

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from colonnade.errors import ColonnadeError, WorkerError
 from colonnade.model.segments import Segments
-from colonnade.speech.listen import Listeners
+from colonnade.speech.listen import StreamingRecogniser
 from colonnade.speech.model import SpeechModel
-from colonnade.speech.video import HOLD
+from colonnade.speech.video import HOLD_FRAMES
 
 
 class _Call(NamedTuple):
@@ -53,7 +53,7 @@ class StreamEngine:
 
     def __init__(self, model: SpeechModel, streams: int, sizes: Segments | None = None, beam: int | None = None):
         self.sizes = sizes or model.sizes
-        self.listeners, self.streams = Listeners(model, streams, beam), streams
+        self.listeners, self.streams = StreamingRecogniser(model, streams, beam), streams
         self.busy_s = 0.0
         """Time spent computing."""
         self.failure: BaseException | None = None
@@ -90,11 +90,11 @@ class StreamEngine:
 
         return await self._ask(run)
 
-    async def see(self, stream: int, frame: int, picture: Tensor) -> None:
+    async def add_picture(self, stream: int, frame: int, picture: Tensor) -> None:
         """Add the picture of a frame."""
 
         def run() -> None:
-            self.listeners.see(stream, frame, picture, HOLD)
+            self.listeners.add_picture(stream, frame, picture, HOLD_FRAMES)
 
         await self._ask(run, waits=False)
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from colonnade.data.tokenizer import Tokenizer
-from colonnade.model import InPages
+from colonnade.model import PagedMemory
 from colonnade.model.cross_attention import LayerMemory
 
 MEDIAN = 7
@@ -39,10 +39,10 @@ class Word(NamedTuple):
 
 
 @dataclass(frozen=True)
-class WatchedMemory:
+class RecordingMemory:
     """A cross-attention memory that records the attention weights of some ``heads``, by layer."""
 
-    memory: InPages
+    memory: PagedMemory
     heads: Mapping[int, Sequence[int]]
     pages: Tensor
     """int64 pages of the source."""
@@ -51,9 +51,9 @@ class WatchedMemory:
     weights: list[Tensor] = field(default_factory=list)
     """float32 (tokens, frames) of each head, in the order of layers."""
 
-    def keep(self, kv_SkL2H: Tensor) -> "WatchedMemory":
+    def write(self, kv_SkL2H: Tensor) -> "RecordingMemory":
         """The memory with the keys and values of new sources."""
-        return replace(self, memory=self.memory.keep(kv_SkL2H))
+        return replace(self, memory=self.memory.write(kv_SkL2H))
 
     def at(self, layer: int) -> LayerMemory:
         """The memory of one decoder layer."""

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from colonnade.errors import CheckpointError, RequestError
-from colonnade.model import Crossed, InPages, KVCache, Packed, Paged, Rows, Source, Stream, fused_block
+from colonnade.model import EncoderDecoderAttend, KVCache, Packed, Paged, PagedMemory, Rows, Source, Stream, fused_block
 from colonnade.model.cross_attention import Memory
 from colonnade.speech.log_mel import HOP, RATE, log_mel
-from colonnade.speech.token_times import FRAME_S, WatchedMemory, Word, alignment_heads, split_words, token_starts
+from colonnade.speech.token_times import FRAME_S, RecordingMemory, Word, alignment_heads, split_words, token_starts
 from colonnade.speech.transcript import Segment
 from colonnade.speech.whisper_tokens import Model, WhisperTokens, allow
 
@@ -50,21 +50,21 @@ class Window:
         self.mel_MF: Tensor | None = mel_MF.to(self.device, weight.dtype)
         self.length = 0
 
-    def _memory(self, slots: range, T: int) -> InPages:
+    def _memory(self, slots: range, T: int) -> PagedMemory:
         """Cross attention of ``T`` tokens to the source; its new keys and values go to ``slots``."""
         slots_S = torch.tensor(slots, dtype=torch.int64, device=self.device)
-        return replace(InPages.of(self.cache, slots_S, [self.far], [self.frames], [T]), kernels=self.kernels)
+        return replace(PagedMemory.of(self.cache, slots_S, [self.far], [self.frames], [T]), kernels=self.kernels)
 
     @torch.inference_mode()
     def align(self, tokens: Sequence[int], heads: dict[int, list[int]], frames: int) -> tuple[Tensor, Tensor]:
         """(weights_NTS, logits_TV) of a whole target: cross attention of ``heads`` to the first ``frames`` frames."""
         self.length, weights = 0, list[Tensor]()
-        logits_TV = self.next_logits(tokens, lambda memory: WatchedMemory(
+        logits_TV = self.next_logits(tokens, lambda memory: RecordingMemory(
             memory, heads, torch.tensor(self.far, device=self.device), frames, weights
         ))  # fmt: skip
         return torch.stack(weights).cpu(), logits_TV
 
-    def next_logits(self, tokens: Sequence[int], watch: Callable[[InPages], Memory] | None = None) -> Tensor:
+    def next_logits(self, tokens: Sequence[int], watch: Callable[[PagedMemory], Memory] | None = None) -> Tensor:
         """float32 logits_TV after each of ``tokens``, which continue the target; the first call encodes the window.
 
         ``watch`` wraps the memory that cross attention reads.
@@ -91,7 +91,9 @@ class Window:
             known=([T], [self.length]),
             known_pages=[self.own],
         )
-        return self.model(stream, Crossed(own, source, memory if watch is None else watch(memory)), Rows()).float()
+        return self.model(
+            stream, EncoderDecoderAttend(own, source, memory if watch is None else watch(memory)), Rows()
+        ).float()
 
 
 class _Decoded(NamedTuple):

@@ -48,7 +48,7 @@ MAX_UPLOAD_BYTES = 25 << 20
 """Maximum body size, OpenAI's limit, unless serve.max_body_bytes is set [bytes]."""
 QUEUED_BODIES = 8
 """Bodies of maximum size that may be in memory at once (arriving, waiting or running); more if they are smaller."""
-LONGEST_S = 2 * 3600
+MAX_LENGTH_S = 2 * 3600
 """Maximum length of a recording [s]."""
 GRANULARITIES = "timestamp_granularities[]"
 FIELDS = ("file", "model", "language", "response_format", "temperature", GRANULARITIES)
@@ -191,7 +191,7 @@ class TranscriptionServer:
             file = Path(folder) / "recording"
             file.write_bytes(options.sound)
             try:
-                samples = load_audio(file, longest_s=LONGEST_S)
+                samples = load_audio(file, longest_s=MAX_LENGTH_S)
             except DataError as error:
                 raise RequestError(str(error).replace(str(file), "the file"), param="file") from None
         segments: list[Segment] = []

@@ -25,7 +25,7 @@ MAX_PIXELS = 640 * 480
 MAX_FILM_PIXELS = 3840 * 2160
 MAX_SEGMENTS = 64
 """Frame headers, Huffman tables and scans of a JPEG; thousands of empty ones would take a second to decode."""
-HOLD = 1
+HOLD_FRAMES = 1
 """Number of following frames for which a picture is reused."""
 SMOOTHING = 0.1
 """Weight of each new measurement of the clocks' difference, since the arrival times of audio jitter."""

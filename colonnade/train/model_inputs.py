@@ -11,14 +11,14 @@ from colonnade.config import ModelConfig, MoeConfig, TrainConfig
 from colonnade.data import Batch
 from colonnade.model import (
     IGNORE,
-    Beside,
     ChoiceLoss,
     ClassLoss,
-    Crossed,
     Dropout,
     DropoutRates,
+    EncoderDecoderAttend,
     Loss,
     Packed,
+    PackedMemory,
     Pretraining,
     Ring,
     SentenceOrders,
@@ -79,7 +79,7 @@ LossHead = (
 
 def model_inputs(
     batch: Batch, model: Transformer, step: StepContext = VALIDATION
-) -> tuple[Stream, Packed | Ring | Crossed, LossHead]:
+) -> tuple[Stream, Packed | Ring | EncoderDecoderAttend, LossHead]:
     """(stream, attend, head) of ``batch`` on this rank; the head gives (loss sum, number of targets)."""
     T, cp, config, dropout = len(batch.tokens_T), model.axes.cp, model.config, step.dropout
     if dropout is not None:
@@ -185,7 +185,7 @@ def _preference_loss(
 
 def _source(
     batch: Batch, own: Packed, model: Transformer, dropout: Dropout | None, step: StepContext, routing: Routing | None
-) -> tuple[Source, Crossed]:
+) -> tuple[Source, EncoderDecoderAttend]:
     """(source, attend) of an encoder–decoder; ``routing`` is that of the targets."""
     assert batch.source_tokens_S is not None, "an encoder–decoder trains on pairs"
     assert batch.source_positions_S is not None
@@ -215,12 +215,12 @@ def _source(
         batch.cu_sources, batch.longest_source, batch.equal_sources, causal=False, dropout=of_source,
         first_head=own.first_head,
     )  # fmt: skip
-    memory = Beside(
+    memory = PackedMemory(
         batch.cu_sources, own.cu_seqlens, across, index_S, own.first_head,
         longest=(own.longest, batch.longest_source), equal=own.equal and batch.equal_sources,
     )  # fmt: skip
     source = Source(batch.source_tokens_S, batch.source_positions_S, of_source, routing)
-    return source, Crossed(own, attend, memory)
+    return source, EncoderDecoderAttend(own, attend, memory)
 
 
 def step_dropout(train: TrainConfig, number: int, model: ModelConfig, device: torch.device) -> Dropout | None:

@@ -40,7 +40,7 @@ from colonnade.train.model_inputs import model_inputs
 from colonnade.train.train_step import PipelineStep
 from colonnade.tune.classify import start_tokenizer
 from colonnade.tune.packing import check_tune_settings
-from colonnade.tune.rewards import TOO_LATE, Answer, RewardPool
+from colonnade.tune.rewards import TIMED_OUT, Answer, RewardPool
 from colonnade.tune.rollout_engine import RolloutEngine, copy_of, copy_weights
 from colonnade.tune.rollouts import Rollout, RolloutSamples, advantages
 
@@ -48,7 +48,7 @@ IDENTITY = (
     "group", "max_tokens", "clip_low", "clip_high", "divisor", "normalise", "reward", "temperature", "kl", "exact",
 )  # fmt: skip
 """Settings that a resumed run must share."""
-MOST_REASONS = 8
+MAX_REASONS = 8
 """Different reasons for failed rewards that are shown."""
 
 
@@ -134,7 +134,7 @@ class RewardFeed:
         positions = self.samples.positions(seen)
         rows = [self._rows[number] for number in self.samples.rows(positions) for _ in range(self._tune.group)]
         answers = self._engine.run(model, partial(self._sample, positions, rows))
-        self.samples.take([Rollout(row.tokens, *each[:3]) for row, each in zip(rows, answers, strict=True)])
+        self.samples.use_rollouts([Rollout(row.tokens, *each[:3]) for row, each in zip(rows, answers, strict=True)])
         if self._tune.kl:
             self._score_reference(model)
         group = self._tune.group
@@ -149,7 +149,7 @@ class RewardFeed:
         ).tolist()  # fmt: skip
         failures = [failure for *_, failure in answers if failure]
         if not scored:
-            late = failures[0].startswith(TOO_LATE)
+            late = failures[0].startswith(TIMED_OUT)
             raise DataError(
                 f"tune.reward {self._tune.reward} failed for all {count:g} completions of a step; the first one: "
                 f"{failures[0]}; " + (f"raise --tune.reward_s {self._tune.reward_s:g}" if late else "fix it")
@@ -217,7 +217,7 @@ class RewardFeed:
         return messages
 
     def _report_once(self, reason: str, message: str) -> None:
-        if reason not in self._reported and len(self._reported) < MOST_REASONS:
+        if reason not in self._reported and len(self._reported) < MAX_REASONS:
             self._reported.add(reason)
             self._messages.append(message)
 

@@ -87,18 +87,20 @@ def merge_experts(model: Transformer, texts: Iterable[Tensor], merge: int) -> Tr
 
 
 @dataclass
-class _Use:
+class _RouterStatistics:
     """Statistics of one layer's router: choices by expert, and Σ_t s_te s_te' of its scores."""
 
     load_E: Tensor
     gram_EE: Tensor
 
 
-def _measure(model: Transformer, layers: dict[int, MixtureOfExperts], texts: Iterable[Tensor]) -> dict[int, _Use]:
+def _measure(
+    model: Transformer, layers: dict[int, MixtureOfExperts], texts: Iterable[Tensor]
+) -> dict[int, _RouterStatistics]:
     config, device = model.config, next(model.parameters()).device
     assert config.moe is not None
     zeros = torch.zeros(config.moe.experts, dtype=torch.float64, device=device)
-    use = {layer: _Use(zeros.clone(), torch.outer(zeros, zeros)) for layer in layers}
+    use = {layer: _RouterStatistics(zeros.clone(), torch.outer(zeros, zeros)) for layer in layers}
 
     def hook(layer: int):
         def record(_module: nn.Module, _arguments: object, output: tuple) -> None:

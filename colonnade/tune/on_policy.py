@@ -97,7 +97,7 @@ class OnPolicyFeed(CorpusFeed):
                     tensor.copy_(source[name])
 
         if self._engine is not None:
-            self._engine.refresh(copy)
+            self._engine.update_weights(copy)
             return self._engine
         dtype = getattr(torch, run.resolved(weight.device.type).train.compute_dtype)
         own = Transformer(model.config, model.axes.serving(), device=weight.device, dtype=dtype)

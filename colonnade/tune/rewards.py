@@ -77,7 +77,7 @@ class RewardPool:
                     continue
                 del busy[pipe]
                 late = pipe not in ready
-                results[number] = Scored(None, f"{TOO_LATE} {self._limit_s:g} s") if late else _receive(pipe)
+                results[number] = Scored(None, f"{TIMED_OUT} {self._limit_s:g} s") if late else _receive(pipe)
                 if late or results[number] == DIED:
                     self._workers[slot].kill()
                     self._workers[slot] = _Worker(self._name)
@@ -98,7 +98,7 @@ class RewardPool:
             busy[worker.pipe] = slot, number, time.monotonic() + self._limit_s
 
 
-TOO_LATE = "took longer than"
+TIMED_OUT = "took longer than"
 DIED = Scored(None, "ended its process")
 
 

@@ -48,7 +48,7 @@ class RolloutEngine:
         if self.engine is None:
             self.engine = self._build(trained)
         engine, ranks = self.engine, self.engine.model.axes.token_replicas
-        engine.refresh(lambda own: copy_weights(trained, own))
+        engine.update_weights(lambda own: copy_weights(trained, own))
         result = None
         if ranks.rank == 0:
             try:

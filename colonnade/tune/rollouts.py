@@ -87,7 +87,7 @@ class RolloutSamples:
         self.exact = ""
         """The kernels of exact log-probabilities (:class:`PolicySettings`)."""
 
-    def take(self, rollouts: list[Rollout]) -> None:
+    def use_rollouts(self, rollouts: list[Rollout]) -> None:
         """Use these rollouts from now on."""
         t, sequence = self._run.train, self._run.data.sequence
         first = self._rank * t.batch // self._ranks

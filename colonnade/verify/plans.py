@@ -105,7 +105,7 @@ def pairs(plan: Plan) -> set[tuple[tuple[str, object], ...]]:
 
 
 HEAD_WIDTH, VOCABULARY, CONTEXT = 4, 211, 64
-LEAST_HIDDEN = 57
+MIN_HIDDEN = 57
 """With this many no rank of 8 or fewer is without hidden units."""
 EXPERTS, EXPERT_WIDTH = 16, 24
 """Maximum number of experts, and of their hidden units; both can be divided over 2, 3, 4 and 8 ranks."""
@@ -117,7 +117,7 @@ def shrink(model: ModelConfig, layers: int) -> ModelConfig:
     """Return ``model`` with ``layers`` blocks and heads of :data:`HEAD_WIDTH`."""
     scale = min(1.0, HEAD_WIDTH / model.head_width)
     # Odd, so that no even tensor-parallel degree divides it: the uneven case covers the even one.
-    hidden = max(model.heads, LEAST_HIDDEN, round(model.ffn_width * scale)) | 1
+    hidden = max(model.heads, MIN_HIDDEN, round(model.ffn_width * scale)) | 1
     moe = model.moe and _shrink_experts(model.moe)
     return model.replace(
         layers=layers,

@@ -76,7 +76,7 @@ def test_penalties_and_grammars_give_the_text_of_a_cpu():
 @pytest.mark.parametrize("fixed", [False, True])
 def test_speculation_changes_no_text(monkeypatch: pytest.MonkeyPatch, fixed: bool):
     pytest.importorskip("llguidance", reason="llguidance is not installed: pip install llguidance")
-    monkeypatch.setattr(speculation, "LEAST_RATE", 0.0)
+    monkeypatch.setattr(speculation, "MIN_RATE", 0.0)
     prompts, params = test_speculation.requests(35)
     model = tiny.model(dtype=torch.float32).to("cuda")
     limits = ServeConfig(pages=90, page_tokens=4, max_requests=8, graph_capture=fixed)

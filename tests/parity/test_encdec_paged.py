@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from colonnade.kernels.attention import cross, sdpa
-from colonnade.model import Crossed, InPages, KVCache, Packed, Paged, Rows, Source, Stream, Transformer
+from colonnade.model import EncoderDecoderAttend, KVCache, Packed, Paged, PagedMemory, Rows, Source, Stream, Transformer
 from colonnade.model.cross_attention import with_relative_bias
 from colonnade.model.relative_positions import bucket_of
 from tests.encdec import SOURCES, TARGETS, built, inputs, nllb, switch, t5, texts
@@ -39,7 +39,7 @@ def paged(model: Transformer, sources: list[Tensor], targets: list[Tensor], chun
             stream = stream._replace(source=Source(torch.cat(sources), positions))
             source = Packed.of([len(s) for s in sources], causal=False)
             new = [slot for pages, s in zip(far, sources, strict=True) for slot in slots(pages, 0, len(s))]
-        memory = InPages.of(
+        memory = PagedMemory.of(
             cache, torch.tensor(new, dtype=torch.int64), far, [len(s) for s in sources], [len(p) for p in parts]
         )
         most = max(map(len, own))
@@ -56,7 +56,7 @@ def paged(model: Transformer, sources: list[Tensor], targets: list[Tensor], chun
             max(map(len, parts)),
             max(p.stop for p in parts),
         )
-        logits = model(stream, Crossed(attend, source, memory), Rows())
+        logits = model(stream, EncoderDecoderAttend(attend, source, memory), Rows())
         for r, (a, b) in enumerate(itertools.pairwise(ends)):
             found[r].append(logits[a:b])
     return torch.cat([torch.cat(rows) for rows in found])

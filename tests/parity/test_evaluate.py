@@ -20,7 +20,7 @@ from colonnade.config import LatentConfig, Plan
 from colonnade.errors import ConfigError, DataError, RequestError
 from colonnade.evaluate import run as evaluation
 from colonnade.evaluate.harness import HarnessModel, sampling
-from colonnade.evaluate.run import TaskOptions, evaluate_model, own_tasks
+from colonnade.evaluate.run import TaskOptions, bundled_tasks, evaluate_model
 from colonnade.evaluate.scorer import Request, Scorer
 from colonnade.evaluate.tasks import speeches
 from colonnade.evaluate.zeroshot import detokenize_wikitext, lambada, wikitext103
@@ -325,7 +325,7 @@ def test_lambada_counts_words_that_are_argmax_as_a_whole() -> None:
 
 def test_our_tasks_are_sound() -> None:
     """The same examples every time; the answer is among the choices; a cloze's word was said before."""
-    assert own_tasks() == ["sotu_century", "sotu_cloze", "sotu_next", "sotu_repeat", "sotu_text"]
+    assert bundled_tasks() == ["sotu_century", "sotu_cloze", "sotu_next", "sotu_repeat", "sotu_text"]
     assert speeches.cloze() == speeches.cloze()
     examples = {
         name: getattr(speeches, name)()["test"] for name in ("cloze", "following", "century", "whole", "repeat")

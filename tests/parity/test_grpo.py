@@ -159,7 +159,7 @@ def test_refresh_replaces_weights_in_place_and_empties_the_cache() -> None:
     addresses = [p.data_ptr() for p in engine.model.parameters()]
     engine.add(prompt, params, request_id="running")
     engine.step()
-    assert engine.refresh(lambda model: model.load_state_dict(other.state_dict())) == 1
+    assert engine.update_weights(lambda model: model.load_state_dict(other.state_dict())) == 1
     assert [p.data_ptr() for p in engine.model.parameters()] == addresses
     engine.cancel("running")
     outputs = list(engine.stream(prompt, params))

@@ -95,7 +95,7 @@ class Serving(RuleBasedStateMachine):
         draft_model: bool,
         end: int,
     ):
-        self.patch = patch.object(speculation, "LEAST_RATE", 0.0)  # wrong drafts too
+        self.patch = patch.object(speculation, "MIN_RATE", 0.0)  # wrong drafts too
         self.patch.start()
         self.model_tokens, self.end = model_tokens, end
         self.pool = PagePool(pages, page_tokens)
@@ -169,7 +169,7 @@ class Serving(RuleBasedStateMachine):
 
     @rule()
     def reset_cache(self):
-        self.pool.forget_cached()
+        self.pool.reset_prefix_cache()
         assert not self.texts or not self.pool.find_cached(self.live[0].page_hashes if self.live else [])
 
     @precondition(lambda self: self.live)

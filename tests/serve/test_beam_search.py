@@ -179,7 +179,7 @@ def test_new_weights_start_a_search_again() -> None:
     it.add(source, beams(3, 7))
     for _ in range(4):
         it.step()
-    it.refresh(lambda model: None)
+    it.update_weights(lambda model: None)
     outputs = [output for _ in range(30) if it.busy for output in it.step()]
     assert [output.token for output in outputs] == searched(source, 3, 7)
     audit(it)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from colonnade.config import Plan, ServeConfig
-from colonnade.cores import OPENMP_VARIABLES, SPINS, CpuPlacement, place, read_machine
+from colonnade.cores import OPENMP_VARIABLES, SPIN_COUNT, CpuPlacement, place_replicas, read_machine
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.serve.engine_process import engine_process
 from colonnade.serve.replica_placement import ANYWHERE, Placement
@@ -56,7 +56,7 @@ def test_engine_is_pinned(tmp_path: Path, owned: bool, monkeypatch: pytest.Monke
     cpus = CpuPlacement((tuple(MINE[1:2]),), 1, owned)
     (found,) = measured(tmp_path, Placement(cpus), Plan(), monkeypatch)
     assert all(each == MINE[1:2] for each in found["affinity"]) and found["threads"] == 1
-    assert found["environ"] == {"OMP_WAIT_POLICY": "PASSIVE"} | ({"GOMP_SPINCOUNT": str(SPINS)} if owned else {})
+    assert found["environ"] == {"OMP_WAIT_POLICY": "PASSIVE"} | ({"GOMP_SPINCOUNT": str(SPIN_COUNT)} if owned else {})
 
 
 @pytest.mark.slow
@@ -69,7 +69,7 @@ def test_threads_are_fewer_than_cpus_under_a_quota(tmp_path: Path, monkeypatch: 
 
 @pytest.mark.slow
 def test_each_rank_has_its_own_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    (cpus,) = place(read_machine(allowed=MINE[:2]), 1, 2)
+    (cpus,) = place_replicas(read_machine(allowed=MINE[:2]), 1, 2)
     found = measured(tmp_path, Placement(cpus), Plan(tp=2), monkeypatch)
     assert [each["affinity"][0] for each in found] == [list(rank) for rank in cpus.ranks]
     assert [each["threads"] for each in found] == [cpus.threads] * 2

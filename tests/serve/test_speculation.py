@@ -21,7 +21,7 @@ TIGHT = ServeConfig(pages=24, page_tokens=3, token_budget=23, max_requests=6)
 @pytest.fixture
 def eager(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafts are tried however often they were wrong."""
-    monkeypatch.setattr(speculation, "LEAST_RATE", 0.0)
+    monkeypatch.setattr(speculation, "MIN_RATE", 0.0)
 
 
 def requests(count: int) -> tuple[list[list[int]], list[SamplingParams]]:
@@ -91,7 +91,7 @@ def test_speculation_has_the_same_bits_under_batch_invariance():
 
 
 def _serve(plan: dict[str, int], limits: ServeConfig) -> tuple[list[Completion], Stats]:
-    speculation.LEAST_RATE = 0.0
+    speculation.MIN_RATE = 0.0
     with DistributedContext.build(Plan(**plan)) as context:
         engine = Engine(tiny.model(context.axes.serving()), tiny.tokenizer(), limits)
         if context.rank:

@@ -46,7 +46,7 @@ class Recorder(SpeechServer):
         super().__init__(model, "tiny", 2, keys)
         self.samples: list[torch.Tensor] = []
         self.pictures: list[tuple[int, float]] = []
-        push, see = self.engine.listeners.push, self.engine.listeners.see
+        push, see = self.engine.listeners.push, self.engine.listeners.add_picture
 
         def record_sound(stream: int, samples: torch.Tensor) -> None:
             self.samples.append(samples)
@@ -56,7 +56,7 @@ class Recorder(SpeechServer):
             self.pictures.append((frame, float(picture.mean())))
             see(stream, frame, picture, hold)
 
-        self.engine.listeners.push, self.engine.listeners.see = record_sound, record_picture
+        self.engine.listeners.push, self.engine.listeners.add_picture = record_sound, record_picture
 
 
 @contextmanager
@@ -158,11 +158,11 @@ def test_the_page_hears_sees_and_writes(chromium: Browser, media, monkeypatch):
         assert light > 150, "the crop is not shown"
         chromium.evaluate("byId('use-mouth').click()")  # the camera is off
         chromium.wait("live.encoding === false")
-        before = chromium.evaluate("stats.pictures")
+        samples_before = chromium.evaluate("stats.pictures")
         chromium.evaluate("byId('use-sound').click()")  # so is the microphone
         sent = chromium.evaluate("stats.sent")
         chromium.wait(f"stats.sent > {sent} + 16000")
-        assert chromium.evaluate("stats.pictures") <= before + 1
+        assert chromium.evaluate("stats.pictures") <= samples_before + 1
         chromium.click("Stop")
         chromium.wait("live === null")
         assert chromium.evaluate("byId('video').srcObject") is None
@@ -209,8 +209,8 @@ def test_the_server_finds_the_mouth(chromium: Browser, monkeypatch):
         (session,) = server.sessions.values()
         assert session.tracker is not None
         chromium.evaluate("byId('find').click()")  # back to the crop of the hand
-        before = chromium.evaluate("stats.pictures")
-        chromium.wait(f"stats.pictures > {before} + 5")
+        samples_before = chromium.evaluate("stats.pictures")
+        chromium.wait(f"stats.pictures > {samples_before} + 5")
         assert not chromium.evaluate("byId('size-label').hidden")
         chromium.click("Stop")
         chromium.wait("live === null")

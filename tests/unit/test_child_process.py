@@ -9,7 +9,7 @@ from multiprocessing.context import SpawnContext
 import pytest
 
 from colonnade.config import Plan
-from colonnade.cores import child_placement, set_openmp_alone
+from colonnade.cores import child_placement, set_openmp_unpinned
 from colonnade.serve import child_process
 from colonnade.serve.child_process import discard_waiting, ignore_interrupts, prestart, start_child, waiting
 from colonnade.serve.replica_placement import has_gpu_devices, place_engines
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(has_gpu_devices(), reason="the settings of an en
 @pytest.fixture(autouse=True)
 def own_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     before = dict(os.environ)
-    set_openmp_alone(os.environ)
+    set_openmp_unpinned(os.environ)
     yield
     discard_waiting()
     os.environ.clear()

@@ -19,7 +19,7 @@ from colonnade.parallel.axis import Axes
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.parallel.layout import WHOLE, layout_of, local_part, placements
 from colonnade.speech.features import FrameStream
-from colonnade.speech.listen import Listeners, listen
+from colonnade.speech.listen import StreamingRecogniser, listen
 from colonnade.speech.model import SpeechModel
 from colonnade.speech.streams import StreamPool
 from colonnade.speech.subsampling import SubsampledFeatures, stage_rows
@@ -183,11 +183,11 @@ def test_streams_give_the_text_of_whole_recordings(family, factor):
     config = TINY.replace(subsampling=factor, family=family)
     model = talkative(config)
     inputs = [sound(3.7, 1), sound(0.4, 2), sound(4.3, 3), sound(0.02, 4)]
-    chosen = [model.choose(S) for S in (1, 3, 4, 4)]
+    chosen = [model.choose_segments(S) for S in (1, 3, 4, 4)]
     assert {own.left for own in chosen} == ({7, 6, 4} if family == "conformer" else {7})
     expected = [model.recognise(x, sizes=own) for x, own in zip(inputs, chosen, strict=True)]
     assert sum(map(len, expected)) > 10, "nothing was said, so nothing is compared"
-    listeners = Listeners(model, 4)
+    listeners = StreamingRecogniser(model, 4)
     streams = [listeners.open(own.segment) for own in chosen]
     texts = dict.fromkeys(streams, "")
     for i, (stream, x) in enumerate(zip(streams, inputs, strict=True)):

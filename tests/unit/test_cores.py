@@ -10,7 +10,7 @@ from typing import NamedTuple
 import pytest
 
 from colonnade import cores
-from colonnade.cores import Cpu, Machine, auto_replicas, idle_warning, place, read_machine, set_openmp
+from colonnade.cores import Cpu, Machine, auto_replicas, idle_warning, place_replicas, read_machine, set_openmp
 from colonnade.errors import ConfigError
 
 
@@ -180,7 +180,7 @@ def test_placement(name: str, tree: Tree):
     build, allowed, replicas, ranks, blocks, threads, warning = MACHINES[name]
     build(tree)
     machine = read_machine(tree.sys, tree.proc, allowed)
-    placements = place(machine, replicas, ranks)
+    placements = place_replicas(machine, replicas, ranks)
     assert [list(each.ranks) for each in placements] == blocks
     assert {each.threads for each in placements} == {threads}
     found = idle_warning(machine, replicas, ranks)
@@ -214,7 +214,7 @@ def test_auto_is_a_replica_for_each_node_that_it_needs():
 )
 def test_more_replicas_than_cores_are_refused(machine: Machine, message: str):
     with pytest.raises(ConfigError, match=message):
-        place(machine, 9)
+        place_replicas(machine, 9)
     with pytest.raises(ConfigError):
         idle_warning(machine, 9)
 
@@ -243,7 +243,7 @@ def test_every_division_is_disjoint_and_even():
         for per_node in (1, 2, 5):
             machine = machine_of(nodes, per_node)
             for replicas in range(1, nodes * per_node + 1):
-                placements = place(machine, replicas)
+                placements = place_replicas(machine, replicas)
                 given = [cpu for each in placements for cpu in each.cpus]
                 assert len(given) == len(set(given)) == replicas * placements[0].threads
                 assert {len(each.cpus) for each in placements} == {placements[0].threads}
@@ -256,8 +256,8 @@ def test_threads_that_own_their_cores_spin_briefly():
         (machine_of(1, 4, quota=3.0), False),
         (machine_of(1, 4, quota=4.0), True),
     ]:
-        assert place(machine, 2)[0].owned is owned
-    assert not place(Machine((Cpu(0, 0), Cpu(1, 0))), 2)[0].owned, "two hardware threads share a core"
+        assert place_replicas(machine, 2)[0].owned is owned
+    assert not place_replicas(Machine((Cpu(0, 0), Cpu(1, 0))), 2)[0].owned, "two hardware threads share a core"
 
 
 @pytest.mark.parametrize(
@@ -291,7 +291,7 @@ def test_a_busy_minute_is_forgotten_where_the_cores_are_idle_now(
 def test_openmp_variables():
     environ: dict[str, str] = {}
     set_openmp(environ, 4, owned=True)
-    assert environ == {"OMP_NUM_THREADS": "4", "OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": str(cores.SPINS)}
+    assert environ == {"OMP_NUM_THREADS": "4", "OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": str(cores.SPIN_COUNT)}
     set_openmp(environ, 2, owned=False)  # an engine that the process above starts on shared cores
     assert environ == {"OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "PASSIVE"}
     set_openmp(environ, 3, owned=True)
@@ -304,10 +304,10 @@ def test_openmp_variables():
 def test_set_openmp_alone_keeps_the_number_of_threads(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(cores, "read_machine", lambda: machine_of(1, 8))
     environ = {"OMP_NUM_THREADS": "99"}
-    cores.set_openmp_alone(environ)
+    cores.set_openmp_unpinned(environ)
     assert environ["OMP_NUM_THREADS"] == "99" and environ["OMP_WAIT_POLICY"] == "PASSIVE"
     environ = {"LOCAL_WORLD_SIZE": "4"}
-    cores.set_openmp_alone(environ)
+    cores.set_openmp_unpinned(environ)
     assert environ["OMP_NUM_THREADS"] == "2"
 
 

@@ -4,7 +4,7 @@ from itertools import product
 
 import pytest
 
-from colonnade.serve.draft_planner import LEAST_GAIN, PassTime, PassTimes, choose_counts
+from colonnade.serve.draft_planner import MIN_GAIN, PassTime, PassTimes, choose_counts
 
 
 def times(base: float, row: float, draft_base: float, draft_row: float) -> PassTimes:
@@ -37,7 +37,7 @@ def test_counts_are_nearly_the_best(line: tuple[float, ...], rates: list[float])
     none = (0,) * len(rates)
     best = max(speed(rates, each, rows, given) for each in every)
     got, plain = speed(rates, counts, rows, given), speed(rates, none, rows, given)
-    if best < LEAST_GAIN * plain:
+    if best < MIN_GAIN * plain:
         assert counts == none
     else:
         assert got >= 0.97 * best

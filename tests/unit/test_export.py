@@ -140,7 +140,7 @@ def test_no_compiler(monkeypatch) -> None:
 
 
 def test_another_processor(tmp_path) -> None:
-    here = Processor.here()
+    here = Processor.current()
     here.check(tmp_path)
     for change, says in (
         ({"machine": "sparc"}, "compiled for sparc"),
@@ -163,7 +163,7 @@ def package_without_code(model: Transformer, tokenizer: Tokenizer | None) -> Pac
     package.folder, package.tokenizer, package._tokens = Path("p"), tokenizer, []
     package.info = PackageInfo(
         context=config.context, prefill=16, dtype="float32", cache_row=cache_row(config), model=config,
-        processor=Processor.here(),
+        processor=Processor.current(),
     )  # fmt: skip
     package._decode = package._prefill = Program()
     package._cache = [torch.zeros(config.context + 16, *cache_row(config)) for _ in range(config.layers)]

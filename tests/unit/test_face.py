@@ -14,7 +14,16 @@ import torch
 from colonnade.config.speech import SpeechConfig
 from colonnade.errors import DataError, RequestError
 from colonnade.speech import face, realtime
-from colonnade.speech.face import EVERY, LOST, MEAN_FACE, Face, FaceDetector, FaceTracker, crop_region, suppress
+from colonnade.speech.face import (
+    DETECTION_INTERVAL,
+    MAX_MISSES,
+    MEAN_FACE,
+    Face,
+    FaceDetector,
+    FaceTracker,
+    crop_region,
+    suppress,
+)
 from colonnade.speech.model import SpeechModel
 from colonnade.speech.realtime import RealtimeSession
 from colonnade.speech.stream_engine import StreamEngine
@@ -59,7 +68,7 @@ def test_a_talking_head_is_found_and_followed():
     frames, detector = talking_head(), FaceDetector()
     assert len(frames) == 120
     near = None
-    for picture in frames[::EVERY]:
+    for picture in frames[::DETECTION_INTERVAL]:
         whole, near = detector.find(picture), detector.find(picture, near)
         assert whole is not None and near is not None
         assert min(whole.score, near.score) > 0.9
@@ -143,18 +152,24 @@ def test_landmarks_are_smoothed_with_the_past_only():
     detector = Scripted([first, second, far])
     tracker, picture = FaceTracker(detector, 16), np.zeros((200, 200, 3), np.uint8)  # type: ignore[arg-type]
     expected = [first, (first + second) / 2, far]  # the last one is another cut
-    for i in range(3 * EVERY):
+    for i in range(3 * DETECTION_INTERVAL):
         tracker.crop(picture)
-        np.testing.assert_allclose(tracker.points, expected[i // EVERY])
+        np.testing.assert_allclose(tracker.points, expected[i // DETECTION_INTERVAL])
     assert detector.asked == 3
 
 
 def test_a_face_that_is_lost_is_kept_for_a_second():
     there = turned(0, 40, 80 + 70j)
-    tracker = FaceTracker(Scripted([None, there, *[None] * LOST, there]), 16)  # type: ignore[arg-type]
+    tracker = FaceTracker(Scripted([None, there, *[None] * MAX_MISSES, there]), 16)  # type: ignore[arg-type]
     picture = np.full((200, 200, 3), 200, np.uint8)
-    seen = [tracker.crop(picture) is not None for _ in range((LOST + 3) * EVERY)]
-    assert seen == [False] * EVERY + [True] * (LOST * EVERY) + [False] * EVERY + [True] * EVERY
+    seen = [tracker.crop(picture) is not None for _ in range((MAX_MISSES + 3) * DETECTION_INTERVAL)]
+    assert (
+        seen
+        == [False] * DETECTION_INTERVAL
+        + [True] * (MAX_MISSES * DETECTION_INTERVAL)
+        + [False] * DETECTION_INTERVAL
+        + [True] * DETECTION_INTERVAL
+    )
 
 
 def jpeg(picture: np.ndarray) -> str:
@@ -202,13 +217,13 @@ def test_a_session_crops_whole_pictures(monkeypatch):
         await session.receive(json.dumps({"type": "session.update", "session": {}}))
         assert session.tracker is tracker, "an update of something else keeps the crop"
         image = jpeg(picture)
-        for i in range(EVERY + 1):
+        for i in range(DETECTION_INTERVAL + 1):
             event = {"type": "input_video_buffer.append", "image": image, "time_us": 40_000 * i + 20_000}
             await session.receive(json.dumps(event))
         (own,) = session.engine.listeners.streams.values()
-        assert sorted(own.pictures) == [EVERY], "no face, then a face"
+        assert sorted(own.pictures) == [DETECTION_INTERVAL], "no face, then a face"
         expected = crop_region(realtime.decode_rgb(base64.b64decode(image)), points, 16, "mouth")
-        assert torch.equal(own.pictures[EVERY], expected)
+        assert torch.equal(own.pictures[DETECTION_INTERVAL], expected)
         await session.receive(update(None))
         assert session.tracker is None
         assert not [event for event in events if event["type"] == "error"]

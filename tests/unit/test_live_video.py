@@ -21,11 +21,17 @@ from colonnade.serve.http_server import listen, url_of
 from colonnade.speech.audio import load_audio
 from colonnade.speech.features import FRAME, RATE
 from colonnade.speech.front_end import Frames, stack_pictures
-from colonnade.speech.listen import LAG, LOST, MOST_AHEAD, Listeners, listen_film
+from colonnade.speech.listen import (
+    MAX_WAITING_FRAMES,
+    MAX_WAITING_PICTURES,
+    MISSING_FRAMES,
+    StreamingRecogniser,
+    listen_film,
+)
 from colonnade.speech.model import SpeechModel
 from colonnade.speech.pcm import write_audio
 from colonnade.speech.server import SpeechServer, background_server
-from colonnade.speech.video import HOLD, MAX_JPEG_BYTES, PictureClock, decode_jpeg, film_pictures, scaled
+from colonnade.speech.video import HOLD_FRAMES, MAX_JPEG_BYTES, PictureClock, decode_jpeg, film_pictures, scaled
 from tests.worlds import assert_same
 
 SEEING = SpeechConfig(layers=1, width=16, heads=2, ffn_width=24, joint_width=12, mels=10, segment=4, left=6, picture=16)
@@ -45,7 +51,7 @@ def sound(frames: int, seed: int = 0) -> torch.Tensor:
     return torch.from_numpy(np.random.default_rng(seed).normal(0, 0.1, frames * FRAME))
 
 
-def hear(listeners: Listeners, stream: int, samples: torch.Tensor) -> str:
+def hear(listeners: StreamingRecogniser, stream: int, samples: torch.Tensor) -> str:
     """Push a frame and return its text."""
     listeners.push(stream, samples)
     texts = ""
@@ -54,7 +60,7 @@ def hear(listeners: Listeners, stream: int, samples: torch.Tensor) -> str:
     return texts
 
 
-def rest(listeners: Listeners, stream: int) -> str:
+def rest(listeners: StreamingRecogniser, stream: int) -> str:
     listeners.end(stream)
     texts = ""
     while found := listeners.step():
@@ -63,31 +69,31 @@ def rest(listeners: Listeners, stream: int) -> str:
 
 
 def test_a_late_picture_is_waited_for():
-    """Pictures that come up to LAG - 1 frames after their sound are used; the text is that of the whole."""
+    """Pictures up to MAX_WAITING_FRAMES - 1 frames after their sound are used; the text is that of the whole."""
     model, samples = talkative(torch.float64), sound(40)
     pictures = torch.rand(40, 16, 16, dtype=torch.float64)
-    listeners = Listeners(model)
+    listeners = StreamingRecogniser(model)
     stream, text = listeners.open(), ""
-    listeners.see(stream, 0, pictures[0])
+    listeners.add_picture(stream, 0, pictures[0])
     for t, part in enumerate(samples.split(FRAME)):
-        if 0 < t - (LAG - 1) < 38:
-            listeners.see(stream, t - (LAG - 1), pictures[t - (LAG - 1)])
+        if 0 < t - (MAX_WAITING_FRAMES - 1) < 38:
+            listeners.add_picture(stream, t - (MAX_WAITING_FRAMES - 1), pictures[t - (MAX_WAITING_FRAMES - 1)])
         text += hear(listeners, stream, part)
     for t in (38, 39):
-        listeners.see(stream, t, pictures[t])
+        listeners.add_picture(stream, t, pictures[t])
     assert text + rest(listeners, stream) == model.recognise(samples, pictures) != ""
 
 
 def test_a_picture_that_is_too_late_is_dropped():
     model, samples, pictures = talkative(torch.float64), sound(20), torch.rand(20, 16, 16, dtype=torch.float64)
-    listeners = Listeners(model)
+    listeners = StreamingRecogniser(model)
     stream = listeners.open()
-    listeners.see(stream, 0, pictures[0])
+    listeners.add_picture(stream, 0, pictures[0])
     listeners.push(stream, samples[: 10 * FRAME])
     made = listeners.streams[stream].made
-    assert made == 10 - LAG
+    assert made == 10 - MAX_WAITING_FRAMES
     for t in range(1, 20):
-        listeners.see(stream, t, pictures[t])
+        listeners.add_picture(stream, t, pictures[t])
     listeners.push(stream, samples[10 * FRAME :])
     listeners.end(stream)
     seen = torch.tensor([t == 0 or t >= made for t in range(20)])
@@ -98,32 +104,32 @@ def test_a_picture_that_is_too_late_is_dropped():
 
 
 def test_text_goes_on_when_the_video_is_lost():
-    """Sound waits LAG frames at most, and no longer at all once the video is gone for LOST frames."""
+    """Sound waits at most MAX_WAITING_FRAMES frames, and not at all after MISSING_FRAMES frames without video."""
     model, samples = talkative(torch.float64), sound(80)
     pictures = torch.rand(20, 16, 16, dtype=torch.float64)
-    listeners = Listeners(model)
+    listeners = StreamingRecogniser(model)
     stream, text, waiting = listeners.open(), "", []
     for t, part in enumerate(samples.split(FRAME)):
         if t < 20:
-            listeners.see(stream, t, pictures[t])
+            listeners.add_picture(stream, t, pictures[t])
         text += hear(listeners, stream, part)
         waiting.append(len(listeners.streams[stream].waiting_TA))
     assert max(waiting[:20]) == 0
-    assert max(waiting) == LAG
-    assert waiting[20 + LOST :] == [0] * (60 - LOST)
+    assert max(waiting) == MAX_WAITING_FRAMES
+    assert waiting[20 + MISSING_FRAMES :] == [0] * (60 - MISSING_FRAMES)
     assert text + rest(listeners, stream) == model.recognise(samples, pictures) != ""
 
 
 @pytest.mark.parametrize("fps", [12.5, 15, 25, 30, 60])
 def test_cameras_of_other_rates_leave_no_gap(fps):
     """Each frame has a picture taken at most two frames before its end, and the newest that it can have."""
-    listeners, clock = Listeners(talkative()), PictureClock()
+    listeners, clock = StreamingRecogniser(talkative()), PictureClock()
     stream, taken = listeners.open(), []
     shown: dict[int, float] = {}
     for i in range(int(4 * fps)):
         time_s = 0.003 + i / fps
         taken.append(time_s)
-        listeners.see(stream, clock.frame(time_s), torch.full((16, 16), time_s), HOLD)
+        listeners.add_picture(stream, clock.frame(time_s), torch.full((16, 16), time_s), HOLD_FRAMES)
     own = listeners.streams[stream]
     for frame in range(98):
         picture = own.pictures.get(frame, own.held.get(frame))
@@ -180,14 +186,14 @@ def test_a_film_is_heard_and_seen(tmp_path, fps, monkeypatch):
     model, samples = talkative(), torch.from_numpy(data.astype(np.float32) / 32768)
     pictures = torch.stack([scaled(picture, 16) for _, picture in found[fps // 25 - 1 :: fps // 25]])
     seen: dict[int, torch.Tensor] = {}
-    see = Listeners.see
+    see = StreamingRecogniser.add_picture
 
     def record(self, stream: int, frame: int, picture: torch.Tensor, hold: int) -> None:
         assert frame >= self.streams[stream].made, "the picture comes after its frame was recognised"
         seen[frame] = picture
         see(self, stream, frame, picture, hold)
 
-    monkeypatch.setattr(Listeners, "see", record)
+    monkeypatch.setattr(StreamingRecogniser, "add_picture", record)
     chunks = load_audio(tmp_path / "film.mkv").split(1600)
     text = "".join(listen_film(model, tmp_path / "film.mkv", chunks, "none"))
     assert list(seen) == list(range(frames))
@@ -347,7 +353,7 @@ def test_hostile_pictures_are_answered_and_sound_goes_on():
         ({"time_us": 0, "image": "AAAA"}, "not a JPEG"), ({"image": good}, "time_us is missing"),
         ({"time_us": -1, "image": good}, "whole microseconds"), ({"time_us": 0.5, "image": good}, "whole microseconds"),
         ({"time_us": True, "image": good}, "whole microseconds"), ({"time_us": 1 << 60, "image": good}, "microseconds"),
-        ({"time_us": 40_000 * (MOST_AHEAD + 60), "image": good}, "ahead of the sound"),
+        ({"time_us": 40_000 * (MAX_WAITING_PICTURES + 60), "image": good}, "ahead of the sound"),
         ({"time_us": 0, "image": "A" * (2 * MAX_JPEG_BYTES + 4)}, "too large"),
     ]  # fmt: skip
 
@@ -384,7 +390,7 @@ def test_a_recogniser_without_pictures_says_so():
 def test_an_hour_takes_the_memory_of_ten_minutes():
     """One stream with pictures at 15 a second on a drifting clock."""
     config = SEEING.replace(segment=32, left=32, width=8, heads=1, ffn_width=8, joint_width=4, picture_history=1)
-    listeners, clock = Listeners(SpeechModel(config).requires_grad_(False).eval()), PictureClock()
+    listeners, clock = StreamingRecogniser(SpeechModel(config).requires_grad_(False).eval()), PictureClock()
     stream, samples, picture = listeners.open(), sound(250).float(), torch.rand(16, 16)
 
     def state() -> list[int]:
@@ -401,7 +407,7 @@ def test_an_hour_takes_the_memory_of_ten_minutes():
     for run in range(360):  # 10 s each
         clock.sound(run * 10 * 1.001, run * len(samples))
         for i in range(150):
-            listeners.see(stream, clock.frame(run * 10.01 + i / 15), picture, HOLD)
+            listeners.add_picture(stream, clock.frame(run * 10.01 + i / 15), picture, HOLD_FRAMES)
         listeners.push(stream, samples)
         while listeners.step():
             pass

@@ -43,7 +43,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     if not kernels.available(torch.float32):
         pytest.skip("needs the C++ kernels")
     monkeypatch.setattr(packed_weights, "FOLDER", tmp_path / "cache")
-    monkeypatch.setattr(packed_weights, "SMALLEST_BYTES", 0)
+    monkeypatch.setattr(packed_weights, "MIN_PACKED_BYTES", 0)
     return tmp_path / "cache"
 
 
@@ -162,7 +162,7 @@ def test_a_swap_in_one_replica_changes_no_other(tmp_path: Path, folder: Path) ->
 
 
 def pack(cache: Path, path: Path, use: str) -> list[Any]:
-    packed_weights.FOLDER, packed_weights.SMALLEST_BYTES = cache, 0
+    packed_weights.FOLDER, packed_weights.MIN_PACKED_BYTES = cache, 0
     torch.set_num_threads(1)
     return [one.token_ids for one in tokens(load(path, use))]
 

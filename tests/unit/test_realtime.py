@@ -24,7 +24,7 @@ from colonnade.serve.api.api_keys import KeyRing
 from colonnade.serve.http_server import listen, url_of
 from colonnade.speech import server as speech_server
 from colonnade.speech.model import SpeechModel
-from colonnade.speech.realtime import LONGEST_S, RealtimeSession
+from colonnade.speech.realtime import MAX_LENGTH_S, RealtimeSession
 from colonnade.speech.server import SpeechServer, background_server, is_allowed_origin
 from colonnade.speech.stream_engine import StreamEngine
 
@@ -183,7 +183,9 @@ def test_a_client_chooses_segment_and_lookahead():
                 given = session["audio"]["input"]["transcription"]
                 assert (given["segment"], given["lookahead"]) == pair
                 assert session["mean_latency_ms"] == latency_ms
-                assert await transcribe(socket, data) == many.recognise(samples, sizes=many.choose(*pair)) != ""
+                assert (
+                    await transcribe(socket, data) == many.recognise(samples, sizes=many.choose_segments(*pair)) != ""
+                )
             for sizes, problem in (
                 ({"segment": 5}, "segments of 4, 8 and lookaheads of 0, 2 frames"),
                 ({"lookahead": True}, "a number of frames"), ({"segment": "4"}, "a number of frames"),
@@ -446,7 +448,7 @@ def test_an_item_has_a_longest_length_and_full_pools_say_so():
             await first.receive(append)
             await second.receive(append)
             assert events[-1]["error"]["code"] == "server_busy"
-            first._samples = LONGEST_S * 24000
+            first._samples = MAX_LENGTH_S * 24000
             await first.receive(append)
             assert "longer than" in events[-1]["error"]["message"]
             first.close()

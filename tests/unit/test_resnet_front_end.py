@@ -6,9 +6,9 @@ import torch
 from colonnade.config.speech import SPEECH_PRESETS, SpeechConfig
 from colonnade.speech.features import FRAME, Features, FrameStream
 from colonnade.speech.front_end import FrontEnd
-from colonnade.speech.listen import Listeners
+from colonnade.speech.listen import StreamingRecogniser
 from colonnade.speech.model import SpeechModel
-from colonnade.speech.resnet import BEFORE, PictureResNet, SoundResNet
+from colonnade.speech.resnet import HISTORY_SAMPLES, PictureResNet, SoundResNet
 from tests.worlds import assert_same
 
 SEEING = SpeechConfig(
@@ -37,9 +37,9 @@ def test_sizes_are_those_of_the_paper():
 
 def test_twenty_places_a_frame():
     net = SoundResNet().eval()
-    assert net.stem(torch.zeros(2, 1, BEFORE + FRAME)).shape == (2, 64, 160)
-    assert net.trunk(net.stem(torch.zeros(2, 1, BEFORE + FRAME))).shape == (2, 512, 20)
-    assert net(torch.zeros(3, BEFORE + FRAME)).shape == (3, 512)
+    assert net.stem(torch.zeros(2, 1, HISTORY_SAMPLES + FRAME)).shape == (2, 64, 160)
+    assert net.trunk(net.stem(torch.zeros(2, 1, HISTORY_SAMPLES + FRAME))).shape == (2, 512, 20)
+    assert net(torch.zeros(3, HISTORY_SAMPLES + FRAME)).shape == (3, 512)
     for size in (24, 44, 88):
         assert PictureResNet(4).eval()(torch.zeros(2, 5, size, size)).shape == (2, 512)
 
@@ -48,7 +48,7 @@ def test_the_first_convolution_is_that_over_the_whole_recording():
     """Frames cut with the samples before them give what one left-padded convolution gives."""
     net, own = SoundResNet().double().eval(), Features(SEEING, torch.float64)
     samples = torch.randn(5 * FRAME, dtype=torch.float64)
-    padded = torch.cat((samples.new_zeros(BEFORE), samples))
+    padded = torch.cat((samples.new_zeros(HISTORY_SAMPLES), samples))
     whole = net.stem[0](padded[None, None])[0]
     frames = net.stem[0](own(padded)[:, None])
     assert_same(torch.cat(list(frames), 1), whole)
@@ -66,7 +66,7 @@ def test_streams_equal_whole_recordings():
         found = torch.cat([*(stream.push(part) for part in samples.split(cut)), stream.end()])
         assert_same(found, model.features(samples))
     expected = model.recognise(samples, pictures)
-    listeners, text = Listeners(model), ""
+    listeners, text = StreamingRecogniser(model), ""
     stream = listeners.open()
     listeners.push(stream, samples[:0], pictures)
     for part in samples.split(1500):

@@ -12,7 +12,7 @@ from colonnade.serve.speculation import NgramSpeculator
 
 def test_a_page_with_the_key_of_a_refused_draft_is_not_cached(monkeypatch: pytest.MonkeyPatch):
     """The 12th token ends the request; the pass that sampled it has stored the key of a draft in its place."""
-    monkeypatch.setattr(speculation, "LEAST_RATE", 0.0)
+    monkeypatch.setattr(speculation, "MIN_RATE", 0.0)
     scheduler = Scheduler(PagePool(9, 4), max_requests=9, token_budget=64, max_waiting=1, speculator=NgramSpeculator(4))
     prompt = (7, 8, 9, 7, 8, 9, 7, 8, 9, 7)
     request = Request(id="a", prompt=prompt, params=SamplingParams(), seed=0, limit_tokens=9)

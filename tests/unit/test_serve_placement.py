@@ -76,7 +76,7 @@ def test_embeddings_that_were_delivered_are_not_delivered_again():
     progress = Progress(request)
     one = PoolingOutput("x", "", 1, "stop")
     assert progress.observe(1, one)
-    left = progress.remaining()
+    left = progress.remaining_request()
     assert left.num_completions == 2 and left.timeout_s is not None and left.timeout_s < 1e6
     assert progress.observe(0, one) and not progress.observe(1, one)
 

@@ -55,14 +55,14 @@ def test_uneven_load_beats_a_prefix(busy: int, idle: int, chosen: int):
 def test_a_restarted_replica_has_no_prefix():
     it = Router(2)
     assert it.choose(LONG, range(2)) == 0
-    it.forget(0)
+    it.clear(0)
     assert it.choose(LONG, range(2)) == 1
 
 
 def test_blocks_are_bounded_and_the_oldest_are_forgotten(monkeypatch: pytest.MonkeyPatch):
     assert len(block_hashes(bytes((MAX_BLOCKS + 9) * BLOCK_BYTES))) == MAX_BLOCKS
     assert block_hashes(bytes(BLOCK_BYTES - 1)) == [] and len(block_hashes(bytes(BLOCK_BYTES))) == 1
-    monkeypatch.setattr(router, "KNOWN_BLOCKS", 10)
+    monkeypatch.setattr(router, "MAX_REMEMBERED_BLOCKS", 10)
     it, draw = Router(1), random.Random(0)
     texts = [draw.randbytes(4 * BLOCK_BYTES) for _ in range(5)]
     for text in texts:

@@ -22,7 +22,7 @@ from colonnade.speech.audio import load_audio
 from colonnade.speech.data import Recording, read_manifest, word_errors
 from colonnade.speech.front_end import Frames
 from colonnade.speech.letter_lm import Fusion, LetterModel
-from colonnade.speech.listen import FRONT_FRAMES, MOST_AHEAD, Listeners, listen
+from colonnade.speech.listen import FRONT_FRAMES, MAX_WAITING_PICTURES, StreamingRecogniser, listen
 from colonnade.speech.model import SpeechModel
 from colonnade.speech.pcm import write_audio
 from colonnade.train.training_state import RunLock
@@ -47,13 +47,13 @@ def talkative(config: SpeechConfig, seed: int = 0) -> SpeechModel:
 @pytest.mark.parametrize("history", [0, 3])
 def test_spectra_of_streams_equal_those_of_the_whole(history):
     own, samples = features.Features(TINY.replace(audio_history=history), torch.float64), sound(0.93)
-    before = own.before
-    whole = own(torch.cat((torch.zeros(before).double(), samples)))
+    samples_before = own.before
+    whole = own(torch.cat((torch.zeros(samples_before).double(), samples)))
     for cut in (1, 37, 640, 5000):
         stream = features.FrameStream(own)
         runs = [stream.push(piece) for piece in samples.split(cut)]
         assert_same(torch.cat(runs), whole)
-        assert len(stream.tail) < before + features.FRAME
+        assert len(stream.tail) < samples_before + features.FRAME
     assert whole.shape == (23, (history + 4) * 10)
     assert_same(whole[1:, : history * 10], whole[:-1, 40:])
     assert len(stream.end()) == 1
@@ -78,7 +78,7 @@ def test_streams_give_the_text_of_whole_recordings(config):
         pictures = [torch.rand(n, 16, 16, dtype=torch.float64) for n in (43, 4, 20, 0)]
     expected = [model.recognise(x, p) for x, p in zip(inputs, pictures, strict=True)]
     assert sum(map(len, expected)) > 10, "nothing was said, so nothing is compared"
-    listeners = Listeners(model, 3)
+    listeners = StreamingRecogniser(model, 3)
     texts = dict.fromkeys(range(4), "")
     waiting, open_now = [3, 2, 1, 0], {}
     while waiting or open_now:
@@ -114,14 +114,14 @@ def test_the_front_end_computes_frames_of_all_streams_together(monkeypatch):
         return front_end(frames)
 
     monkeypatch.setattr(model.front_end, "forward", counted)
-    listeners = Listeners(model, 2)
+    listeners = StreamingRecogniser(model, 2)
     opened = [listeners.open() for _ in range(2)]
     found = dict.fromkeys(opened, "")
     heard = {stream: sound(2.0, stream) for stream in opened}
     pictures = torch.rand(50, 16, 16, dtype=torch.float64)
     for t in range(50):
         for stream in opened:
-            listeners.see(stream, t, pictures[t])
+            listeners.add_picture(stream, t, pictures[t])
             listeners.push(stream, heard[stream][640 * t : 640 * (t + 1)])
         for stream, text in listeners.step().items():
             found[stream] += text
@@ -152,7 +152,7 @@ def test_a_beam_in_streams_gives_the_text_of_whole_recordings(right):
     expected = [model.recognise(x, beam=4) for x in inputs]
     assert sum(map(len, expected)) > 10, "nothing was said, so nothing is compared"
     assert expected != [model.recognise(x) for x in inputs], "greedy search gives the same, so nothing is tested"
-    listeners = Listeners(model, 2, beam=4)
+    listeners = StreamingRecogniser(model, 2, beam=4)
     for pair in ((0, 1), (2, 3)):
         texts = {listeners.open(): i for i in pair}
         found = dict.fromkeys(texts, "")
@@ -175,7 +175,7 @@ def test_a_beam_in_streams_gives_the_text_of_whole_recordings(right):
             listeners.close(stream)
     assert "".join(listen(model, inputs[0].split(900), beam=4)) == expected[0]
     with pytest.raises(DataError, match="beam is 0"):
-        Listeners(model, beam=0)
+        StreamingRecogniser(model, beam=0)
 
 
 def test_a_language_model_in_streams_gives_the_text_of_whole_recordings():
@@ -196,7 +196,7 @@ def test_streams_choose_among_trained_sizes():
     model, samples = talkative(MANY), sound(2.0, 7)
     pairs = [(S, R) for S in (2, 4, 7) for R in (0, 2, 3)]
     assert [(own.segment, own.right) for own in model.all_sizes] == pairs
-    listeners = Listeners(model, len(pairs))
+    listeners = StreamingRecogniser(model, len(pairs))
     streams = {listeners.open(segment, lookahead): (segment, lookahead) for segment, lookahead in pairs}
     texts = dict.fromkeys(streams, "")
     for part in [*samples.split(1500), None]:
@@ -208,7 +208,7 @@ def test_streams_choose_among_trained_sizes():
         while found := listeners.step():
             for stream, text in found.items():
                 texts[stream] += text
-    expected = {pair: model.recognise(samples, sizes=model.choose(*pair)) for pair in pairs}
+    expected = {pair: model.recognise(samples, sizes=model.choose_segments(*pair)) for pair in pairs}
     assert {streams[stream]: text for stream, text in texts.items()} == expected
     assert len(set(expected.values())) > 1, "sizes make no difference, so nothing is compared"
     assert "".join(listen(model, samples.split(900), segment=7, lookahead=0)) == expected[7, 0]
@@ -218,7 +218,7 @@ def test_streams_choose_among_trained_sizes():
 
 @pytest.mark.parametrize(("segment", "lookahead"), [(3, None), (None, 1), (0, 0), (7, -1)])
 def test_sizes_that_were_not_trained_are_refused(segment, lookahead):
-    listeners = Listeners(talkative(MANY))
+    listeners = StreamingRecogniser(talkative(MANY))
     with pytest.raises(ConfigError, match=r"segments of 2, 4, 7 and lookaheads of 0, 2, 3 frames of 40 ms; use one"):
         listeners.open(segment, lookahead)
     assert listeners.streams == {}
@@ -240,7 +240,7 @@ def test_late_and_lost_pictures():
     """A picture that arrives after its frame is dropped; later ones keep their frames."""
     model, samples = talkative(SEEING), sound(1.6, 6)
     pictures = torch.rand(40, 16, 16, dtype=torch.float64)
-    listeners = Listeners(model)
+    listeners = StreamingRecogniser(model)
     stream = listeners.open()
     listeners.push(stream, samples[: 640 * 10])
     listeners.push(stream, samples[640 * 10 : 640 * 20], pictures[:20])
@@ -253,12 +253,12 @@ def test_late_and_lost_pictures():
     assert_same(x, model.front_end(Frames(mel, None, stacked, seen)))
     assert listeners.step()[stream] is not None
     with pytest.raises(DataError, match="ahead of the sound"):
-        listeners.push(stream, samples[:0], pictures[:1].expand(MOST_AHEAD + 50, 16, 16))
+        listeners.push(stream, samples[:0], pictures[:1].expand(MAX_WAITING_PICTURES + 50, 16, 16))
 
 
 def test_what_listeners_refuse():
     model = talkative(TINY)
-    listeners = Listeners(model)
+    listeners = StreamingRecogniser(model)
     stream = listeners.open()
     with pytest.raises(CapacityError, match="1 streams"):
         listeners.open()
@@ -270,7 +270,7 @@ def test_what_listeners_refuse():
         listeners.push(stream, sound(0.1), torch.zeros(1, 16, 16))
     with pytest.raises(DataError, match="not open"):
         listeners.push(5, sound(0.1))
-    seeing = Listeners(talkative(SEEING))
+    seeing = StreamingRecogniser(talkative(SEEING))
     stream = seeing.open()
     for samples, picture in ((torch.full((10,), torch.nan), 0.0), (sound(0.1), torch.nan)):
         with pytest.raises(DataError, match="NaN"):
@@ -370,7 +370,7 @@ def test_other_users_of_espeak_do_not_disturb():
     from colonnade.speech.synth import speak
 
     text = "set red in g three again"
-    before = speak(text, "en-029+croak")
+    samples_before = speak(text, "en-029+croak")
     other = ctypes.CDLL(loader.get_library_path())
     start = (2, 0, str(loader.get_data_path()).encode(), 0x8000)  # synchronous, without phoneme events
     data = text.encode()
@@ -381,8 +381,8 @@ def test_other_users_of_espeak_do_not_disturb():
     assert other["espeak_Synth"](*synth) != 0, "espeak-ng speaks although it was terminated, so nothing is tested"
     assert other["espeak_Initialize"](*start) > 0
     after = speak(text, "en-029+croak")
-    assert [one.name for one in after.phonemes] == [one.name for one in before.phonemes]
-    assert abs(len(after.samples) - len(before.samples)) < 0.01 * len(before.samples)
+    assert [one.name for one in after.phonemes] == [one.name for one in samples_before.phonemes]
+    assert abs(len(after.samples) - len(samples_before.samples)) < 0.01 * len(samples_before.samples)
     assert other["espeak_Synth"](*synth) == 0, "speak() has terminated another user's library"
     other["espeak_Terminate"]()
 
@@ -574,11 +574,11 @@ def test_training_begins_with_another_recogniser(tmp_path):
     """Weights are copied where all shapes agree, whatever the segments; otherwise nothing begins."""
     SpeechModel(TINY, 3).save(tmp_path / "step-1")
     model = SpeechModel(TINY.replace(segment=5, segments=(2,)), 0)
-    before = {name: x.clone() for name, x in model.state_dict().items()}
+    samples_before = {name: x.clone() for name, x in model.state_dict().items()}
     fit._start_from(model, tmp_path / "step-1")
     given = SpeechModel.load(tmp_path / "step-1").state_dict()
     assert all(torch.equal(x, given[name]) for name, x in model.state_dict().items())
-    assert any(not torch.equal(x, before[name]) for name, x in model.state_dict().items())
+    assert any(not torch.equal(x, samples_before[name]) for name, x in model.state_dict().items())
     for change in ({"width": 32}, {"letters": " abcdefghijklmnopqrstuvwxyz'"}, {"layers": 3}):
         with pytest.raises(ConfigError, match="other shapes or labels"):
             fit._start_from(SpeechModel(TINY.replace(**change)), tmp_path / "step-1")

@@ -54,7 +54,7 @@ def test_the_last_word_is_padded() -> None:
 def test_places_are_the_best_for_their_scale() -> None:
     generator = torch.Generator().manual_seed(0)
     w, h = torch.randn(1, 18, generator=generator), torch.rand(18, generator=generator)
-    allowed, scale = ternary.choose(w, 18, h)
+    allowed, scale = ternary.choose_mask(w, 18, h)
 
     def loss(places: tuple[int, ...]) -> float:
         kept = torch.zeros_like(w)
@@ -244,7 +244,7 @@ def test_tables_in_shared_memory_give_every_word(trits: int) -> None:
     """As cuda_ternary.cu reads them; a word that is not used stays within the tables."""
     table = cuda_ternary.tables(trits).long() & 0xFFFFFFFF
     words = torch.arange(ternary.TABLE_WORDS)
-    entry = table[torch.minimum(words, cuda_ternary.RANGES + words // 32)]
+    entry = table[torch.minimum(words, cuda_ternary.RANGE_OFFSET + words // 32)]
     within, border = words % 32, entry >> 24
     follows = within >= border
     rest_at = torch.where(follows, within - border, words - (entry & 0xFFFF))
@@ -267,9 +267,9 @@ def test_a_row_s_blocks_fit_the_shared_memory() -> None:
         (4096, 797, 1, 128),
         (64, 228, 1, 2),
     ):
-        found = cuda_ternary.layout(outputs, words, 18, matrices, 132, limit)
-        assert found is not None and found.shared_bytes <= limit and found.blocks == blocks
-        assert found.most * found.blocks * cuda_ternary.BN >= outputs
+        layout = cuda_ternary.layout(outputs, words, 18, matrices, 132, limit)
+        assert layout is not None and layout.shared_bytes <= limit and layout.blocks == blocks
+        assert layout.max_tiles * layout.blocks * cuda_ternary.BN >= outputs
     several = cuda_ternary.layout(100_000, 228, 18, 1, 132, limit)
     assert several is not None and several.blocks == 396
     assert cuda_ternary.layout(4096, 4000, 18, 1, 132, limit) is None  # x alone is larger

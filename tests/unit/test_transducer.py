@@ -351,7 +351,7 @@ def test_deltas_of_a_beam_are_the_best_hypothesis(searched, cut, monkeypatch):
 def test_hypotheses_that_disagree_for_long_are_decided(searched, monkeypatch):
     """The labels that differ are bounded, however long the stream is; all cuts give the same text."""
     predictor, joint, _ = searched
-    monkeypatch.setattr("colonnade.speech.search.MOST_OPEN", 5)
+    monkeypatch.setattr("colonnade.speech.search.MAX_OPEN_LABELS", 5)
     frames = 0.1 * torch.randn(60, D, generator=rng(8), dtype=torch.float64)
     texts = []
     for cut in (1, 7, 60):

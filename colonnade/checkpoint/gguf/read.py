@@ -174,7 +174,7 @@ class GGUFSource:
 class QuantisedGGUFSource(GGUFSource):
     """The same, with int4 and int8 matrices also as we store them: w = q s + m or q s, s and m in float32."""
 
-    def form(self, name: str) -> StoredFormat | None:
+    def stored_format(self, name: str) -> StoredFormat | None:
         """int4 or int8 in groups of 32; None for all other types."""
         info = self.header.tensors[name]
         if info.kind == Q8_0 and len(info.shape) == 2:

@@ -25,7 +25,7 @@ from colonnade.config import ModelConfig
 from colonnade.config.model import Family as Kind
 from colonnade.config.model import TaskHead
 
-TOPS: dict[str, TaskHead] = {
+TASK_HEADS: dict[str, TaskHead] = {
     "Model": "encoder",
     "ForPreTraining": "pretraining",
     "ForMaskedLM": "masked",
@@ -94,7 +94,7 @@ def _from_hf(kind: Kind, stem: str, keys: ConfigKeys) -> ModelConfig:
     keys.must_be("pooler_type", "first_token_transform", "only the first token's pooler is implemented")
     keys.ignore(_POOLER_SIZES)
     architecture = (keys.take("architectures") or [f"{stem}Model"])[0]
-    tops: dict[str, TaskHead] = {stem + end: top for end, top in TOPS.items()}
+    tops: dict[str, TaskHead] = {stem + end: top for end, top in TASK_HEADS.items()}
     if not isinstance(architecture, str) or architecture not in tops:
         raise keys.refuse("architectures", f"known classes are {', '.join(tops)}")
     top = tops[architecture]
@@ -126,7 +126,7 @@ def _from_hf(kind: Kind, stem: str, keys: ConfigKeys) -> ModelConfig:
 
 
 def _to_hf(stem: str, config: ModelConfig) -> dict[str, Any]:
-    end = next((end for end, top in TOPS.items() if top == config.task_head), "Model")
+    end = next((end for end, top in TASK_HEADS.items() if top == config.task_head), "Model")
     labels = {str(i): f"LABEL_{i}" for i in range(config.classes)}
     fields = {
         "architectures": [stem + end],

@@ -9,7 +9,7 @@
     Mxfp4            e2m1 values, two in a byte, with a power of two per 32 inputs (OCP Microscaling)
 
 Each class reads any box of a matrix, exactly: (q − z) s of a 4-bit integer and a 16-bit scale is a float32 number.
-Matrices in forms that our kernels multiply are kept (:meth:`MatrixFormat.form`); others are dequantised.
+Matrices in forms that our kernels multiply are kept (:meth:`MatrixFormat.stored_format`); others are dequantised.
 """
 
 import math
@@ -25,7 +25,7 @@ from colonnade.kernels.linear.quantise import Quantised, pack_int4, to_float
 from colonnade.model.weight_only_quant import StoredFormat
 
 Range = tuple[int, int]
-KEPT_GROUPS = (32, 64, 128)
+SUPPORTED_GROUPS = (32, 64, 128)
 """Group sizes that the kernels multiply with."""
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """The column, among eight, of each nibble of an AWQ word, from the lowest."""
@@ -90,7 +90,7 @@ class MatrixFormat(Protocol):
         """(F, D); raises :class:`CheckpointError` for tensors that do not match."""
         ...
 
-    def form(self, raw: RawTensors, stem: str) -> StoredFormat | None:
+    def stored_format(self, raw: RawTensors, stem: str) -> StoredFormat | None:
         """Our form of it; None if it is dequantised."""
         ...
 
@@ -115,7 +115,7 @@ def require(raw: RawTensors, name: str, shape: Shape, dtypes: tuple[str, ...]) -
         )
 
 
-HALVES = ("F16", "BF16", "F32")
+SCALE_DTYPES = ("F16", "BF16", "F32")
 
 
 def _whole(shape: Shape) -> Box:
@@ -154,14 +154,14 @@ class PackedIntegers:
         F, D = (int(n) for n in raw.read_raw(f"{stem}.weight_shape", ((0, 2),)).tolist())
         per, groups = 32 // self.bits, 1 if self.group is None else -(-D // self.group)
         require(raw, f"{stem}.weight_packed", (F, -(-D // per)), ("I32",))
-        require(raw, f"{stem}.weight_scale", (F, groups), HALVES)
+        require(raw, f"{stem}.weight_scale", (F, groups), SCALE_DTYPES)
         if not self.symmetric:
             require(raw, f"{stem}.weight_zero_point", (-(-F // per), groups), ("I32",))
         return F, D
 
-    def form(self, raw: RawTensors, stem: str) -> StoredFormat | None:
+    def stored_format(self, raw: RawTensors, stem: str) -> StoredFormat | None:
         """int4 in groups, int8 by rows."""
-        if self.bits == 4 and self.group in KEPT_GROUPS:
+        if self.bits == 4 and self.group in SUPPORTED_GROUPS:
             narrow = self.symmetric and raw.raw_dtype(f"{stem}.weight_scale") == "BF16"
             return StoredFormat(kind="int4", group=self.group, wide_scales=not narrow)
         if self.bits == 8 and self.group is None and self.symmetric:
@@ -214,10 +214,10 @@ class Scaled:
         allowed: list[Shape] = [(F, 1), (F,), (1,), (1, 1), ()]
         if self.block is not None:
             allowed = [(-(-F // self.block[0]), -(-D // self.block[1]))]
-        require(raw, f"{stem}{self.marker}", scales if scales in allowed else allowed[0], HALVES)
+        require(raw, f"{stem}{self.marker}", scales if scales in allowed else allowed[0], SCALE_DTYPES)
         return F, D
 
-    def form(self, raw: RawTensors, stem: str) -> StoredFormat | None:
+    def stored_format(self, raw: RawTensors, stem: str) -> StoredFormat | None:
         """8 bits by rows."""
         if self.block is not None or not self.keep:
             return None
@@ -266,7 +266,7 @@ class Gptq:
         D, F = stored[0] * 8, stored[1]
         groups = 1 if self.group is None else -(-D // self.group)
         require(raw, f"{stem}.qweight", stored, ("I32",))
-        require(raw, f"{stem}.scales", (groups, F), HALVES)
+        require(raw, f"{stem}.scales", (groups, F), SCALE_DTYPES)
         require(raw, f"{stem}.qzeros", (groups, -(-F // 8)), ("I32",))
         if f"{stem}.g_idx" in raw.shapes:
             require(raw, f"{stem}.g_idx", (D,), ("I32", "I64"))
@@ -278,9 +278,9 @@ class Gptq:
                 )
         return F, D
 
-    def form(self, raw: RawTensors, stem: str) -> StoredFormat | None:
+    def stored_format(self, raw: RawTensors, stem: str) -> StoredFormat | None:
         """int4 in groups."""
-        return StoredFormat(kind="int4", group=self.group, wide_scales=True) if self.group in KEPT_GROUPS else None
+        return StoredFormat(kind="int4", group=self.group, wide_scales=True) if self.group in SUPPORTED_GROUPS else None
 
     def align(self, raw: RawTensors, stem: str) -> int:
         """Whole groups and words."""
@@ -313,13 +313,13 @@ class Awq:
         D, F = stored[0], stored[1] * 8
         groups = 1 if self.group is None else -(-D // self.group)
         require(raw, f"{stem}.qweight", stored, ("I32",))
-        require(raw, f"{stem}.scales", (groups, F), HALVES)
+        require(raw, f"{stem}.scales", (groups, F), SCALE_DTYPES)
         require(raw, f"{stem}.qzeros", (groups, stored[1]), ("I32",))
         return F, D
 
-    def form(self, raw: RawTensors, stem: str) -> StoredFormat | None:
+    def stored_format(self, raw: RawTensors, stem: str) -> StoredFormat | None:
         """int4 in groups."""
-        return StoredFormat(kind="int4", group=self.group, wide_scales=True) if self.group in KEPT_GROUPS else None
+        return StoredFormat(kind="int4", group=self.group, wide_scales=True) if self.group in SUPPORTED_GROUPS else None
 
     def align(self, raw: RawTensors, stem: str) -> int:
         """Whole groups."""
@@ -359,7 +359,7 @@ class Mxfp4:
         require(raw, f"{stem}.weight_scale", (F, -(-D // MX_GROUP)), ("U8",))
         return F, D
 
-    def form(self, raw: RawTensors, stem: str) -> StoredFormat | None:
+    def stored_format(self, raw: RawTensors, stem: str) -> StoredFormat | None:
         """Dequantised: no kernel multiplies it."""
         return None
 

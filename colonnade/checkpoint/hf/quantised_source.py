@@ -61,14 +61,14 @@ class QuantisedSource:
             found = dequantise(found, found.scales.dtype)
         return found[:, start - first : stop - first]
 
-    def form(self, name: str) -> StoredFormat | None:
+    def stored_format(self, name: str) -> StoredFormat | None:
         """The form in which a tensor is kept; None if it is dense, or dequantised."""
         stem = self._stems.get(name)
-        return None if stem is None else self._format.form(self._raw, stem)
+        return None if stem is None else self._format.stored_format(self._raw, stem)
 
     def read_quantised(self, name: str, box: Box) -> Quantised:
         """One box, in whole groups, of a tensor that is kept quantised."""
-        stem, form = self._stems[name], self.form(name)
+        stem, form = self._stems[name], self.stored_format(name)
         assert form is not None, name
         found = self._format.read(self._raw, stem, *box)
         if isinstance(found, Integers):

@@ -16,7 +16,7 @@ from colonnade.data.refine.mend import named_filter
 from colonnade.data.refine.overlap import evaluation_grams, overlap_grams
 from colonnade.data.refine.parts import save_grams
 from colonnade.data.refine.steps import File, Job, Unit, save_unit
-from colonnade.data.refine.storage import line, write_lines
+from colonnade.data.refine.storage import json_line, write_lines
 from colonnade.errors import ConfigError, DataError
 
 UNIT_BYTES = 8 << 20
@@ -91,7 +91,7 @@ def on_disk(pair: tuple[Source, File], work: Path, number: int, field: str) -> F
         return file._replace(path=file.path.absolute())
     for _ in read_documents([source], ReadOptions()):  # refuses invalid characters
         path = work / "input" / f"{number:06d}.jsonl"
-        write_lines(path, [line({field: source[1]})])
+        write_lines(path, [json_line({field: source[1]})])
         return file._replace(path=path.absolute())
     return None
 

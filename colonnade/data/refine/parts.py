@@ -21,7 +21,7 @@ from colonnade.data.refine.steps import Documents, Job, Stage, removed_record
 from colonnade.data.refine.storage import (
     OPEN_FILES,
     Record,
-    line,
+    json_line,
     read_lines,
     read_part,
     write_array,
@@ -45,14 +45,14 @@ class Exact(Stage):
         kept, removed, size = list[Record](), list[bytes](), 0
         for record in records:
             if job.recipe.exact and kept and kept[-1]["id"] == record["id"]:
-                removed.append(line(removed_record(record["text"], "copy", record["source"], record["id"])))
+                removed.append(json_line(removed_record(record["text"], "copy", record["source"], record["id"])))
                 size += len(record["text"].encode())
             else:
                 kept.append(record)
         if not job.recipe.exact:  # copies keep distinct ids, in a stable order
             for number, record in enumerate(kept):
                 record["id"] += f".{number:06d}" if number and kept[number - 1]["id"][:32] == record["id"] else ""
-        write_lines(folder / f"{rank:06d}.jsonl", map(line, kept))
+        write_lines(folder / f"{rank:06d}.jsonl", map(json_line, kept))
         write_lines(job.removed("exact", rank, "exact"), sorted(removed))
         write_json(job.stats("exact", rank), {"exact": [len(removed), size]})
         if job.finds_near:
@@ -250,7 +250,7 @@ class Write(Part):
         similarities: Counter[int] = Counter()
 
         def remove(step: str, record: Record, text: str, reason: str) -> None:
-            removed[step].append(line(removed_record(text, reason, record["source"], record["id"])))
+            removed[step].append(json_line(removed_record(text, reason, record["source"], record["id"])))
             sizes[step] += len(text.encode())
 
         def stay() -> Iterator[bytes]:
@@ -269,7 +269,7 @@ class Write(Part):
                     lengths[len(text).bit_length()] += 1
                     for test, grams in enumerate(overlaps):
                         found[test] |= count_grams(grams, [text]) > 0
-                    yield line({"id": name, "text": text, **more})
+                    yield json_line({"id": name, "text": text, **more})
 
         write_lines(job.work / "documents" / f"{rank:06d}.jsonl", stay())
         for step, lines in removed.items():

@@ -31,7 +31,7 @@ from colonnade.data.refine.mend import MinTokens, mend, named_filter
 from colonnade.data.refine.storage import (
     Record,
     document_id,
-    line,
+    json_line,
     text_key,
     write_json,
     write_lines,
@@ -142,7 +142,7 @@ class Removed:
     def write(self, document: Document, rank: int = 0, **kwargs: Any) -> None:
         """Record a removed ``document`` with its reason."""
         reason = str(document.metadata.get("filter_reason", self.step))
-        self._lines.append(line(removed_record(document.text, reason, document.metadata["source"])))
+        self._lines.append(json_line(removed_record(document.text, reason, document.metadata["source"])))
         self._held_bytes += len(self._lines[-1])
         self.owners[document.metadata["owner"]] += 1
         self.count += 1

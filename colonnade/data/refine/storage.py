@@ -60,7 +60,7 @@ def write_array(path: Path, array: np.ndarray) -> None:
     write_bytes(path, np.ascontiguousarray(array).tobytes())
 
 
-def line(record: Record) -> bytes:
+def json_line(record: Record) -> bytes:
     """``record`` as a line of JSON; its first key is the id, so sorted lines are sorted documents."""
     return json.dumps(record, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
 
@@ -87,7 +87,7 @@ def read_lines(path: Path) -> Iterator[Record]:
 
 def write_unit(path: Path, records: Iterable[Record], parts: int) -> None:
     """Write the records of a unit of input sorted, with the offset of each part."""
-    lines = sorted(line(record) for record in records)
+    lines = sorted(json_line(record) for record in records)
     sizes = np.zeros(parts + 1, np.int64)
     for each in lines:
         sizes[part_of(each[7:39].decode(), parts) + 1] += len(each)  # after {"id":"

@@ -59,9 +59,9 @@ from colonnade.kernels.attention.split_plan import (
 
 MANY_LINES = 4096
 """Lines from which on up to a thirty-second of the workers may idle to plan in time."""
-WHOLE_LINES = 3
+MAX_WHOLE_LINES = 3
 """Whole lines of a team at most, if its multiprocessor also reads a piece of another."""
-LEAST_TILES = 16
+MIN_MERGE_TILES = 16
 """Tiles of the longest line at least: a merge of shorter ones is not hidden."""
 ALONE = 12
 """With two teams, by what part of its time a team is slower once the other has ended: half of the ring is idle."""
@@ -346,7 +346,11 @@ def _whole_and_rest(
     """
     blocks = workers // teams
     count = len(lines.tiles) // blocks * blocks
-    if not 0 < count < len(lines.tiles) or count > WHOLE_LINES * (teams - 1) * blocks or max(lines.tiles) < LEAST_TILES:
+    if (
+        not 0 < count < len(lines.tiles)
+        or count > MAX_WHOLE_LINES * (teams - 1) * blocks
+        or max(lines.tiles) < MIN_MERGE_TILES
+    ):
         return []
     order = sorted(range(len(lines.tiles)), key=lines.tiles.__getitem__, reverse=True)
     whole: list[list[_Piece]] = [[] for _ in range(workers - blocks)]

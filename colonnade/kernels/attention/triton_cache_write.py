@@ -121,7 +121,7 @@ def rope_and_kv_write(
     return q_TnH
 
 
-SMALLEST = tl.constexpr(quantise.SMALLEST)
+MIN_RANGE = tl.constexpr(quantise.MIN_RANGE)
 EXPONENT = tl.constexpr(quantise.EXPONENT)
 HIGHEST = tl.constexpr(torch.finfo(DTYPES["float8"]).max)
 ROUND_TO_INTEGER = tl.constexpr(1.5 * 2.0**23)
@@ -131,7 +131,7 @@ ROUND_TO_INTEGER = tl.constexpr(1.5 * 2.0**23)
 def _quantise_part(from_ptr, to_ptr, scale_ptr, i, mask, KIND: tl.constexpr):
     """Quantises one of the two parts of a token."""
     x = tl.load(from_ptr + i, mask, 0.0).to(tl.float32)
-    highest = tl.maximum(tl.max(tl.abs(x), 0), SMALLEST)
+    highest = tl.maximum(tl.max(tl.abs(x), 0), MIN_RANGE)
     if KIND == "int8":
         scale = tl.div_rn(highest, 127.0)
         q = tl.div_rn(x, scale) + ROUND_TO_INTEGER - ROUND_TO_INTEGER

@@ -1,4 +1,4 @@
-// Ternary words times rows of x, one block per SM (cuda_ternary.py).
+// Multiplies rows of x by ternary weights, one thread block per SM (cuda_ternary.py).
 //
 // Macros from the host: TRITS, REST (weights of a word that are not 0, without the last one), BF16, PER (words that a lane
 // reads at once), GATED, SILU, ROUTED (experts), TOKENS (rows of x are tokens), WEIGHTED (0, 2: routing weights in x's
@@ -19,7 +19,7 @@ struct Args {
   int outputs, inputs, words, experts, active, blocks, tiles, most;  // blocks of a row, tiles of 32 outputs, those of a block
 };
 
-constexpr int THREADS = 32 * WARPS, MATRICES = GATED ? 2 : 1, RANGES = 124;
+constexpr int THREADS = 32 * WARPS, MATRICES = GATED ? 2 : 1, RANGE_OFFSET = 124;
 // A column of x: x and −x of each of its places, and a pair of zeros. Places lie in different banks.
 constexpr int COLUMN_BYTES = 4 * TRITS + 4;
 
@@ -68,7 +68,7 @@ __device__ __forceinline__ void wait(u32 barrier) {
 // consecutive ones. Its entry: the block's first word (16 bits), the offset of its last weight in a column, and where in
 // the range the next block begins. The rest of a word is its number in its block.
 __device__ __forceinline__ float sum_of(u32 word, u32 column, u32 ranges, u32 rests) {
-  const u32 entry = load32(ranges + 4 * min(word, RANGES + (word >> 5)));
+  const u32 entry = load32(ranges + 4 * min(word, RANGE_OFFSET + (word >> 5)));
   const u32 within = word & 31, border = entry >> 24;
   const bool next = within >= border;
   const u32 rest = load32(rests + 4 * (next ? within - border : word - (entry & 0xffff)));
@@ -115,7 +115,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) ternary(const __grid_co
   __syncthreads();
   wait(barriers + 8 * items);
 
-  const u32 rests = tables + 4 * (RANGES + 2048);
+  const u32 rests = tables + 4 * (RANGE_OFFSET + 2048);
   const int chunks = a.words / PER;
   int turn = warp;  // chunks of all items go to warps in turn
   for (int i = 0; i < items; i++) {

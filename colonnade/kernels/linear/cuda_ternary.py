@@ -1,10 +1,10 @@
-"""Ternary words times a few rows in CUDA C++ for Hopper (cuda_ternary.cu): supported inputs, tables, launch.
+"""Launches the CUDA C++ kernel for products of a few rows with ternary weights on Hopper (cuda_ternary.cu).
 
-The same product as :mod:`~colonnade.kernels.linear.triton_ternary`, which handles everything else: float32, 32
-weights a word, biases, other activations than silu, other GPUs, and machines without NVRTC. Each block has in shared
-memory: two tables of 32 KB, in which it looks words up; x as columns; and all weights that it reads, which bulk copies
-bring while x is written. The lanes of a warp are 32 outputs at the same column, so their terms of x lie in different
-banks.
+It computes the same product as :mod:`~colonnade.kernels.linear.triton_ternary`, which covers all other cases: float32,
+32 weights per word, biases, activations other than silu, other GPUs, and machines without NVRTC. Each thread block
+keeps in shared memory two lookup tables of 32 KB, x as columns, and all the weights that it reads; bulk copies load the
+weights while x is written. The lanes of a warp compute 32 outputs of the same column, so their terms of x lie in
+different banks.
 """
 
 import functools
@@ -25,47 +25,54 @@ log = logging.getLogger(__name__)
 ARCH = (9, 0)
 ARGUMENTS = struct.Struct("10Qq8i")
 BN, WARPS = 32, 16
-RANGES, RANGE = 124, 32
-"""Words from 128 on are found by ranges of 32, at 124 + word // 32 of the first table; those before by themselves."""
-ENTRIES = RANGES + ternary.TABLE_WORDS // RANGE
-NEVER = 255
-"""No border in a range."""
+RANGE_OFFSET, RANGE_WORDS = 124, 32
+"""The first table has one entry for each word below 128, then one for each range of 32 words: word // 32 + 124."""
+ENTRIES = RANGE_OFFSET + ternary.TABLE_WORDS // RANGE_WORDS
+NO_BOUNDARY = 255
+"""Marks an entry whose words all belong to the same block."""
 TRITS = (18, 24)
-"""Of 32 weights the last one has the sign bit, and words are in another order."""
+"""Words of 32 weights are not supported: their last weight has the sign bit, so the words are in another order."""
 
 
 @functools.cache
 def tables(trits: int, device: torch.device | str = "cpu") -> Tensor:
-    """int32: for each range of words its block's first word, where ±x of the last place lies in a column (byte 2), and
-    where the next block begins (byte 3); then the places of each rest, a byte each.
+    """Both lookup tables in one int32 tensor.
+
+    Words with the same last nonzero weight and sign are consecutive; they form a block. An entry of the first table has
+    the block's first word (bits 0 to 15), the offset of that last weight in a column of x (bits 16 to 23), and where in
+    the range the next block begins, or :data:`NO_BOUNDARY` (bits 24 to 31). The second table has a word's other
+    offsets, a byte each, by its number in its block.
     """
     codes = ternary.table(trits)[: ternary.word_count(trits)].tolist()
-    places = [_places(code, trits) for code in codes]
+    offsets = [_column_offsets(code, trits) for code in codes]
     zero = 4 * trits
-    last = [each[-1] if each else zero for each in places]
-    begins = [i for i in range(len(codes)) if i == 0 or last[i] != last[i - 1]] + [len(codes)]
-    ranges, block = list[int](), 0
+    last = [each[-1] if each else zero for each in offsets]
+    block_starts = [i for i in range(len(codes)) if i == 0 or last[i] != last[i - 1]] + [len(codes)]
+    entries, next_block = list[int](), 0
     for entry in range(ENTRIES):
-        alone = entry < RANGES + RANGES // 31
-        first = entry if alone else (entry - RANGES) * RANGE
-        while block < len(begins) and begins[block] <= first:
-            block += 1  # the next one
+        single_word = entry < RANGE_OFFSET + RANGE_OFFSET // 31
+        first = entry if single_word else (entry - RANGE_OFFSET) * RANGE_WORDS
+        while next_block < len(block_starts) and block_starts[next_block] <= first:
+            next_block += 1
         if first >= len(codes):
-            ranges.append(first | zero << 16 | NEVER << 24)
+            entries.append(first | zero << 16 | NO_BOUNDARY << 24)
             continue
-        border = begins[block] - first
-        assert alone or border >= RANGE or block + 1 == len(begins) or begins[block + 1] - first >= RANGE
-        ranges.append(begins[block - 1] | last[first] << 16 | (NEVER if alone or border >= RANGE else border) << 24)
+        boundary = block_starts[next_block] - first
+        one_block = single_word or boundary >= RANGE_WORDS
+        at_most_two = next_block + 1 == len(block_starts) or block_starts[next_block + 1] - first >= RANGE_WORDS
+        assert one_block or at_most_two
+        start = block_starts[next_block - 1]
+        entries.append(start | last[first] << 16 | (NO_BOUNDARY if one_block else boundary) << 24)
     most = ternary.NONZERO[trits] - 1
-    rests = [each for each in places if len(each) <= most and (not each or each[-1] < zero - 4)]
-    rests = [each + [zero] * (most - len(each)) for each in rests]
-    words = ranges + [sum(offset << 8 * j for j, offset in enumerate(each)) for each in rests]
-    words += [0] * (-len(words) % 4)  # bulk copies take multiples of 16 bytes
-    return torch.tensor([word - (word >> 31 << 32) for word in words], dtype=torch.int32).to(device)
+    others = [each for each in offsets if len(each) <= most and (not each or each[-1] < zero - 4)]
+    others = [each + [zero] * (most - len(each)) for each in others]
+    numbers = entries + [sum(offset << 8 * j for j, offset in enumerate(each)) for each in others]
+    numbers += [0] * (-len(numbers) % 4)  # bulk copies take multiples of 16 bytes
+    return torch.tensor([number - (number >> 31 << 32) for number in numbers], dtype=torch.int32).to(device)
 
 
-def _places(code: int, trits: int) -> list[int]:
-    """Where ±x of each weight that is not 0 lies in a column, ascending."""
+def _column_offsets(code: int, trits: int) -> list[int]:
+    """Byte offsets in a column of x of the terms ±x of a word's nonzero weights, ascending."""
     return [4 * i + 2 * (code >> 2 * i & 3 == 2) for i in range(trits) if code >> 2 * i & 3]
 
 
@@ -80,7 +87,7 @@ def _device_supported(device: torch.device) -> bool:
 
 
 class Routing(TypedDict, total=False):
-    """A product by experts: rows' choices and experts' ends, the gate's matrix, routing weights, activation."""
+    """Arguments of a product with experts: the choices of rows, ends of experts, gate, routing weights, activation."""
 
     order: Tensor | None
     ends: Tensor | None
@@ -112,11 +119,11 @@ def supports(
 
 
 class Layout(NamedTuple):
-    """How the outputs of a row are divided."""
+    """How the outputs of a row are divided among thread blocks."""
 
     blocks: int
-    most: int
-    """Tiles of a block."""
+    max_tiles: int
+    """Tiles of a thread block at most."""
     shared_bytes: int
 
 
@@ -124,15 +131,15 @@ class Layout(NamedTuple):
 def layout(
     outputs: int, words: int, trits: int, matrices: int, processors: int, limit: int, warps: int = WARPS
 ) -> Layout | None:
-    """Of a row's outputs: the fewest blocks, in whole rounds of the SMs, whose tiles fit the shared memory."""
+    """The layout with the fewest thread blocks, in whole waves of the SMs, whose tiles fit into shared memory."""
     tiles = -(-outputs // BN)
     fixed = 4 * len(tables(trits)) + -(-(4 * trits + 4) * words // 16) * 16 + 8
-    for rounds in range(1, tiles // processors + 2):
-        blocks = min(tiles, rounds * processors)
-        most = -(-tiles // blocks)
-        shared = fixed + most * matrices * (64 * words + 4 * 32 * warps + 8)
+    for waves in range(1, tiles // processors + 2):
+        blocks = min(tiles, waves * processors)
+        max_tiles = -(-tiles // blocks)
+        shared = fixed + max_tiles * matrices * (64 * words + 4 * 32 * warps + 8)
         if shared <= limit:
-            return Layout(blocks, most, shared)
+            return Layout(blocks, max_tiles, shared)
     return None
 
 
@@ -156,7 +163,7 @@ def macros(
 
 @functools.cache
 def source() -> str:
-    """The CUDA C++."""
+    """The CUDA C++ source."""
     return Path(__file__).with_suffix(".cu").read_text(encoding="utf-8")
 
 
@@ -181,23 +188,25 @@ def launch(
     activation: str = "",
     warps: int = WARPS,
 ) -> None:
-    """y = rows of x by a matrix, or by that of the row's expert; arguments as in :mod:`triton_ternary`."""
+    """Multiplies each row of x by the matrix, or by that of its expert; arguments as in :mod:`triton_ternary`."""
     device, words, trits = x.device, matrix.values.shape[-1], matrix.group
-    found, second = _layout(matrix, 1 if gate is None else 2, device, warps), matrix if gate is None else gate
-    assert found is not None, "supports() says so"
+    second = matrix if gate is None else gate
+    layout = _layout(matrix, 1 if gate is None else 2, device, warps)
+    assert layout is not None, "the caller has checked supports()"
     constants = macros(
         trits, words, x.dtype, gated=gate is not None, silu=activation == "silu", routed=ends is not None,
         tokens=active > 0, weighted=0 if routing is None else routing.element_size(), warps=warps,
     )  # fmt: skip
 
-    def at(tensor: Tensor | None) -> int:
+    def address(tensor: Tensor | None) -> int:
         return 0 if tensor is None else tensor.data_ptr()
 
     arguments = ARGUMENTS.pack(
-        at(x), at(order), at(ends), at(routing), at(matrix.values), at(second.values), at(tables(trits, device)),
-        at(matrix.scales), at(second.scales), at(y), x.stride(0), matrix.outputs, matrix.inputs, words,
-        0 if ends is None else len(ends), max(1, active), found.blocks, -(-matrix.outputs // BN), found.most,
+        address(x), address(order), address(ends), address(routing), address(matrix.values), address(second.values),
+        address(tables(trits, device)), address(matrix.scales), address(second.scales), address(y), x.stride(0),
+        matrix.outputs, matrix.inputs, words, 0 if ends is None else len(ends), max(1, active), layout.blocks,
+        -(-matrix.outputs // BN), layout.max_tiles,
     )  # fmt: skip
-    kernel = _kernel(tuple(constants.items()), found.shared_bytes, device)
+    kernel = _kernel(tuple(constants.items()), layout.shared_bytes, device)
     with torch.cuda.device(device):
-        kernel.launch(len(y) * found.blocks, 32 * warps, arguments)
+        kernel.launch(len(y) * layout.blocks, 32 * warps, arguments)

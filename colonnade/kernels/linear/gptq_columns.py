@@ -14,7 +14,7 @@ from torch import Tensor
 from colonnade.kernels.linear.quantise import FLOAT8
 
 FLOAT8_MAX = torch.finfo(FLOAT8).max
-OF = 4
+GROUP = 4
 """2:4 sparsity: of four consecutive inputs, two keep a weight."""
 
 
@@ -49,8 +49,8 @@ def round_values(w_FC: Tensor, rounding: Rounding) -> Tensor:
 
 def best_two(score_FC: Tensor) -> Tensor:
     """bool (F, C): the two highest of each four scores; C is a multiple of four."""
-    groups = score_FC.unflatten(1, (-1, OF))
-    return torch.zeros_like(groups, dtype=torch.bool).scatter_(2, groups.topk(OF // 2, 2).indices, True).flatten(1)
+    groups = score_FC.unflatten(1, (-1, GROUP))
+    return torch.zeros_like(groups, dtype=torch.bool).scatter_(2, groups.topk(GROUP // 2, 2).indices, True).flatten(1)
 
 
 def compensate(
@@ -79,9 +79,9 @@ def round_columns(w_FC: Tensor, u_CC: Tensor, rounding: Rounding) -> tuple[Tenso
 
     def keep(j: int, column: Tensor) -> tuple[Tensor, Tensor]:
         nonlocal kept
-        if j % OF == 0:
-            kept = best_two((w_FC[:, j : j + OF] / u_CC.diagonal()[j : j + OF]).abs())
-        value = column * kept[:, j % OF : j % OF + 1]
+        if j % GROUP == 0:
+            kept = best_two((w_FC[:, j : j + GROUP] / u_CC.diagonal()[j : j + GROUP]).abs())
+        value = column * kept[:, j % GROUP : j % GROUP + 1]
         return value, value
 
     def to_grid(j: int, column: Tensor) -> tuple[Tensor, Tensor]:

@@ -39,7 +39,7 @@ INT4_PER_WORD = 8
 """int4 values in an int32 word."""
 BLOCK = 16
 """Outputs of a block (:func:`to_blocks`)."""
-SMALLEST = 2.0**-100
+MIN_RANGE = 2.0**-100
 """Lower bound of a maximum: keeps the scale of a row of zeros finite, and products of two scales within float32."""
 EXPONENT = 0x7F800000
 """Exponent bits of a float32; masking a positive value with them rounds it down to a power of two."""
@@ -104,11 +104,11 @@ def quantise(
     if kind == "int4":
         return _quantise_int4(w_FD, group)
     if kind == "ternary":
-        return pack_ternary(w_FD.sign(), *ternary.choose(w_FD, group), group)
+        return pack_ternary(w_FD.sign(), *ternary.choose_mask(w_FD, group), group)
     highest_F1 = reduce_max(w_FD.abs().amax(1, keepdim=True))
     if kind in ("int8", "int8_dynamic"):
         # Divide by a tensor: dividing by a number, a GPU multiplies by the reciprocal, which changes the last bit.
-        scale_F1 = highest_F1.clamp(min=SMALLEST) / highest_F1.new_tensor(127.0)
+        scale_F1 = highest_F1.clamp(min=MIN_RANGE) / highest_F1.new_tensor(127.0)
         values_FD = (w_FD / scale_F1).round().clamp(-127, 127).to(torch.int8).contiguous()
         return Quantised(kind, values_FD, scale_F1, w_FD.shape[1], w_FD.shape[1])
     inverse_F1 = power_of_two_scale(highest_F1, FLOAT8)
@@ -128,7 +128,7 @@ def stored_bytes(outputs: int, inputs: int, kind: Kind, group: int, scale_bytes:
 
 def power_of_two_scale(highest: Tensor, kind: torch.dtype) -> Tensor:
     """The largest power of two that scales ``highest`` into the range of the format ``kind``."""
-    ratio = torch.finfo(kind).max / highest.float().clamp(min=SMALLEST)
+    ratio = torch.finfo(kind).max / highest.float().clamp(min=MIN_RANGE)
     return (ratio.view(torch.int32) & EXPONENT).view(torch.float32)
 
 
@@ -136,7 +136,7 @@ def _quantise_int4(w_FD: Tensor, group: int) -> Quantised:
     inputs = w_FD.shape[1]
     w = F.pad(w_FD, (0, -inputs % group)).unflatten(1, (-1, group))
     low, high = w.amin(2, keepdim=True).clamp(max=0), w.amax(2, keepdim=True).clamp(min=0)
-    scale = ((high - low).clamp(min=SMALLEST) / w_FD.new_tensor(15.0)).bfloat16()
+    scale = ((high - low).clamp(min=MIN_RANGE) / w_FD.new_tensor(15.0)).bfloat16()
     low = low.bfloat16()
     q = ((w - low.float()) / scale.float()).round().clamp(0, 15).nan_to_num().to(torch.int32)
     return Quantised("int4", pack_int4(q.flatten(1), group), torch.cat((scale, low), 2), inputs, group)

@@ -21,8 +21,8 @@ from torch.nn import functional as F
 NONZERO = {18: 4, 24: 3, 32: 3}
 """k by n."""
 TABLE_WORDS = 1 << 16
-ROUNDS = 8
-"""Turns of :func:`choose`."""
+ITERATIONS = 8
+"""Iterations of :func:`choose_mask`."""
 
 
 @functools.cache
@@ -63,18 +63,19 @@ def decode(words: Tensor, trits: int, inputs: int, dtype: torch.dtype) -> Tensor
     return values[pairs].flatten(-2)[..., :inputs]
 
 
-def choose(w_FD: Tensor, trits: int, importance_D: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """(allowed_FD bool, s_F1 float32): at most k weights of a word that may be ±1, and the scale, of least error.
+def choose_mask(w_FD: Tensor, trits: int, importance_D: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """(allowed_FD bool, s_F1 float32): the mask of weights that may be ±1, at most k per word, and the scale.
 
-    A weight at ±s in the place of 0 lowers Σ_d h_d (w_d − ŵ_d)² by h (2 s |w| − s²). The k largest of a word are
-    chosen for a scale, then the best scale for these, in turns.
+    They minimise Σ_d h_d (w_d − ŵ_d)². Rounding a weight to ±s instead of 0 lowers it by h (2 s |w| − s²). Each
+    iteration selects the k weights of a word that lower it most for the scale, then the best scale for the selected
+    weights.
     """
     size = w_FD.abs()
     h_D = torch.ones_like(size[0]) if importance_D is None else importance_D.to(size.dtype)
     groups, k = -(-size.shape[1] // trits), NONZERO[trits]
     s_F1 = 2 * size.mean(1, keepdim=True)
     allowed = torch.zeros_like(size, dtype=torch.bool)
-    for _ in range(ROUNDS):
+    for _ in range(ITERATIONS):
         gain = F.pad(h_D * (2 * s_F1 * size - s_F1.square()), (0, groups * trits - size.shape[1]), value=-1.0)
         best = gain.unflatten(1, (groups, trits)).topk(k, 2)
         mask = torch.zeros(len(size), groups, trits, dtype=torch.bool, device=size.device)

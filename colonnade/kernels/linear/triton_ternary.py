@@ -2,17 +2,18 @@
 
     y_r = s ⊙ Σ_words Σ_(j < k) ± x[n · word + place_j]            k of n weights of a word are not 0
 
-A word is looked up in a table of its places and signs, a byte each (:func:`places`), so that a word takes k loads of x
-and k sums, and not n of each. The lanes of a warp have the same word of 32 outputs: all their places are then within
-the n inputs of this word, 36 to 64 bytes, which one access of the level-1 cache reads. Each row of x is a program of
-its own: rows share nothing but the caches, and their results do not depend on each other.
+A table has the positions and signs of each word's nonzero weights, a byte each (:func:`position_table`), so a word
+takes k loads of x and k additions instead of n of each. The lanes of a warp read the same word of 32 outputs: all their
+positions are then within the n inputs of this word, 36 to 64 bytes, which one access of the level-1 cache reads. Each
+row of x has its own program: rows share nothing but the caches, and their results do not depend on each other.
 
 On a Hopper GPU most products take the kernel in CUDA C++ (:mod:`~colonnade.kernels.linear.cuda_ternary`), with its
 tables in shared memory.
 
-``TWO_LEVELS``: a table of 256 KB is looked up in 88 KB. Words ascend as numbers, so those with the same last place and
-sign are consecutive, and count the words of the places before it in the same order: a table of bytes has the block of a
-word, a second one where the block begins, a third the places of the difference.
+``TWO_LEVELS``: three tables of 88 KB replace one of 256 KB. Words ascend as numbers, so words with the same last
+position and sign are consecutive; within such a block they are ordered by the positions before it. The first table has
+the block of each word, the second where each block begins, the third the other positions by the word's number in its
+block.
 """
 
 import functools
@@ -36,11 +37,11 @@ BN, FEW_BLOCKS = 32, 256
 TWO_LEVEL_WORDS = 1 << 22
 """Words of a matrix from which the tables of two levels are faster: they fill the level-1 caches sooner, with 88 KB."""
 PRESENT, NEGATIVE = 32, 128
-"""Bits of a byte of :func:`places`; the lower five are the place."""
+"""Bits of a byte of :func:`position_table`; the lower five are the position."""
 
 
 class Matrix(NamedTuple):
-    """Pointers of one or more ternary matrices: units of words, scales, bias."""
+    """Pointers to one or more ternary matrices: units of words, scales, bias."""
 
     units: Any
     scales: Any
@@ -48,10 +49,10 @@ class Matrix(NamedTuple):
 
 
 class Tables(NamedTuple):
-    """Pointers of tables."""
+    """Pointers to lookup tables."""
 
     places: Any
-    """:func:`places`, or the last table of :func:`blocks`."""
+    """:func:`position_table`, or the last table of :func:`two_level_tables`."""
     blocks: Any
     starts: Any
 
@@ -81,7 +82,7 @@ class Constants(NamedTuple):
     E_PAD: int = 0
     """A power of two of at least E; 0 for a single matrix."""
     TOKENS: bool = False
-    """Whether rows of x are tokens, to be found by ``order``."""
+    """Whether rows of x are tokens, looked up through ``order``."""
     GATED: bool = False
     ACT: str = ""
     BIASED: bool = False
@@ -90,20 +91,20 @@ class Constants(NamedTuple):
 
 
 @functools.cache
-def places(trits: int, device: torch.device | str = "cpu") -> Tensor:
-    """int32 (65536,): the places of each word that are not 0, ascending, a byte each with :data:`PRESENT` and sign."""
-    return _bytes(ternary.table(trits), trits).to(device)
+def position_table(trits: int, device: torch.device | str = "cpu") -> Tensor:
+    """int32 (65536,): ascending positions of each word's nonzero weights; a byte has :data:`PRESENT` and the sign."""
+    return _position_bytes(ternary.table(trits), trits).to(device)
 
 
 @functools.cache
-def blocks(trits: int, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor, Tensor]:
+def two_level_tables(trits: int, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor, Tensor]:
     """The tables of two levels.
 
     uint8 (65536,): the block of each word. int32 (128,): each block's first word, and 2¹⁶ times the byte of its last
-    place. int32: as :func:`places`, of words that lack their last place, by their number in the block.
+    position. int32: as :func:`position_table`, without the last position, by the word's number in its block.
     """
     codes = ternary.table(trits)[: ternary.word_count(trits)]
-    entries = _bytes(codes, trits)
+    entries = _position_bytes(codes, trits)
     count = sum((entries >> 8 * j & PRESENT != 0).int() for j in range(4))
     assert isinstance(count, Tensor)
     last = torch.where(count > 0, entries >> 8 * (count - 1).clamp(min=0) & 255, 0)
@@ -117,7 +118,7 @@ def blocks(trits: int, device: torch.device | str = "cpu") -> tuple[Tensor, Tens
     return block.to(device), starts.to(device), rest.to(device)
 
 
-def _bytes(codes: Tensor, trits: int) -> Tensor:
+def _position_bytes(codes: Tensor, trits: int) -> Tensor:
     found, count = torch.zeros_like(codes), torch.zeros_like(codes)
     for i in range(trits):
         trit = codes >> 2 * i & 3
@@ -128,32 +129,32 @@ def _bytes(codes: Tensor, trits: int) -> Tensor:
 
 
 @triton.jit
-def _term(byte, x_row, at, inputs):
-    """± x of one byte of a table's entry; 0 where it says nothing."""
+def _load_term(byte, x_row, at, inputs):
+    """± x for one byte of a table entry; 0 if its weight is absent."""
     d = at + (byte & 31)
     x = tl.load(x_row + d, ((byte & 32) != 0) & (d < inputs), 0.0).to(tl.float32)
     return tl.where((byte & 128) != 0, -x, x)
 
 
 @triton.jit
-def _word(word, x_row, at, inputs, tables, C: tl.constexpr):
+def _sum_word(word, x_row, at, inputs, tables, C: tl.constexpr):
     """Σ ± x of a word whose first input is ``at``."""
     if C.TWO_LEVELS:
         start = tl.load(tables.starts + tl.load(tables.blocks + word).to(tl.int32))
-        total = _term(start >> 16, x_row, at, inputs)
+        total = _load_term(start >> 16, x_row, at, inputs)
         rest = tl.load(tables.places + (word - (start & 0xFFFF)))
         for j in tl.static_range(C.COUNT - 1):
-            total += _term(rest >> (8 * j), x_row, at, inputs)
+            total += _load_term(rest >> (8 * j), x_row, at, inputs)
         return total
     code = tl.load(tables.places + word)
-    total = _term(code, x_row, at, inputs)
+    total = _load_term(code, x_row, at, inputs)
     for j in tl.static_range(1, C.COUNT):
-        total += _term(code >> (8 * j), x_row, at, inputs)
+        total += _load_term(code >> (8 * j), x_row, at, inputs)
     return total
 
 
 @triton.jit
-def _product(x_row, matrix, row, valid, inputs, units, tables, C: tl.constexpr):
+def _sum_row(x_row, matrix, row, valid, inputs, units, tables, C: tl.constexpr):
     """Σ_d t_d x_d (BN,) of the rows ``row`` of a matrix, whose rows have ``units`` units."""
     step = tl.cdiv(units, C.S)
     start = tl.arange(0, C.S)[:, None] * step
@@ -167,12 +168,12 @@ def _product(x_row, matrix, row, valid, inputs, units, tables, C: tl.constexpr):
             unit, limit = tl.load(w_row + u, inside, 0), tl.where(inside, inputs, 0)  # word 0 is not always empty
             for j in tl.static_range(C.PER):
                 word = (unit >> (16 * j)).to(tl.int32) & 0xFFFF
-                total += _word(word, x_row, (u * C.PER + j) * C.TRITS, limit, tables, C)
+                total += _sum_word(word, x_row, (u * C.PER + j) * C.TRITS, limit, tables, C)
     return tl.sum(total, 0)
 
 
 @triton.jit
-def _finished(y, matrix, row, valid, BIASED: tl.constexpr):
+def _scale_and_bias(y, matrix, row, valid, BIASED: tl.constexpr):
     y *= tl.load(matrix.scales + row, valid, 0.0).to(tl.float32)
     if BIASED:
         y += tl.load(matrix.bias + row, valid, 0.0).to(tl.float32)
@@ -197,9 +198,9 @@ def ternary_kernel(
             x_at = (tl.load(order_ptr + r) // active).to(tl.int32)
     row = expert * outputs.to(tl.int64) + f
     x_row = x_ptr + x_at.to(tl.int64) * stride
-    y = _finished(_product(x_row, matrix, row, valid, inputs, units, tables, C), matrix, row, valid, C.BIASED)
+    y = _scale_and_bias(_sum_row(x_row, matrix, row, valid, inputs, units, tables, C), matrix, row, valid, C.BIASED)
     if C.GATED:
-        a = _finished(_product(x_row, gate, row, valid, inputs, units, tables, C), gate, row, valid, C.BIASED)
+        a = _scale_and_bias(_sum_row(x_row, gate, row, valid, inputs, units, tables, C), gate, row, valid, C.BIASED)
         y *= activate(a, C.ACT)[0]
     elif C.ACT != "":
         y = activate(y, C.ACT)[0]
@@ -221,7 +222,7 @@ def select_tiles(weight: Quantised) -> Tiles:
 
 
 def linear(x_TD: Tensor, weight: Quantised, tiles: Tiles | None = None) -> Tensor:
-    """y_TF (see :func:`reference.quantised_linear`); ``tiles`` asks for this kernel, and not the one in CUDA C++."""
+    """y_TF (see :func:`reference.quantised_linear`); with ``tiles``, this kernel instead of the one in CUDA C++."""
     y_TF = x_TD.new_empty(len(x_TD), weight.outputs)
     _launch(x_TD, weight, y_TF, tiles=tiles)
     return y_TF
@@ -238,7 +239,8 @@ def routed_rows(
 ) -> Tensor:
     """Rows w_r (W_down h_r + b) of the choices in ``order``; those past the last end are not written.
 
-    ``weights`` are :class:`~colonnade.kernels.experts.quantised.QuantisedWeights`. Nothing synchronises.
+    ``weights`` are :class:`~colonnade.kernels.experts.quantised.QuantisedWeights`. Does not synchronise with the
+    device.
     """
     up, down, gate, up_b, gate_b, down_b = weights
     assert isinstance(up, Quantised)
@@ -270,21 +272,21 @@ def _launch(
 ) -> None:
     if not y.numel():
         return
-    given: cuda_ternary.Routing = {
+    options: cuda_ternary.Routing = {
         "order": order, "ends": ends, "gate": gate, "routing": routing, "activation": activation
     }  # fmt: skip
-    if tiles is None and bias is None and gate_bias is None and cuda_ternary.supports(x, matrix, **given):
-        cuda_ternary.launch(x, matrix, y, active=active, **given)
+    if tiles is None and bias is None and gate_bias is None and cuda_ternary.supports(x, matrix, **options):
+        cuda_ternary.launch(x, matrix, y, active=active, **options)
         return
     tiles = tiles or select_tiles(matrix)
     words, trits = matrix.values.shape[-1], matrix.group
     per = 4 if words % 4 == 0 else 2 if words % 2 == 0 else 1
     dtype = {4: torch.int64, 2: torch.int32, 1: torch.int16}[per]
     if tiles.two_levels:
-        block, starts, entries = blocks(trits, x.device)
+        block, starts, entries = two_level_tables(trits, x.device)
         tables = Tables(entries, block, starts)
     else:
-        tables = Tables(places(trits, x.device), None, None)
+        tables = Tables(position_table(trits, x.device), None, None)
     constants = Constants(
         tiles.BN, tiles.S, tiles.UNROLL, per, trits, ternary.NONZERO[trits], tiles.two_levels,
         E_PAD=0 if ends is None else triton.next_power_of_2(len(ends)), TOKENS=active > 0, GATED=gate is not None,

@@ -64,7 +64,7 @@ class Cells(NamedTuple):
         """M, the cells inside of the utterances."""
         return sum(n * (u + 1) for n, u in zip(self.frames, self.labels, strict=True))
 
-    def places(self) -> Tensor:
+    def cell_indices(self) -> Tensor:
         """(M,) indices into the flat grid of the cells inside, ascending; does not synchronise with the device."""
         (B, U, T), M, device = self.shape, self.count, self.frames_B.device
         if M == B * U * T:

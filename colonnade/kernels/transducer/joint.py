@@ -25,7 +25,7 @@ CHUNK_BYTES = 1 << 25
 CHUNK_ROWS = 4096
 """Maximum number of cells in one chunk."""
 
-DEAD = 2.0**-32
+NEGLIGIBLE = 2.0**-32
 """Cells that alignments pass with a smaller probability are skipped in a float32 backward pass, because their logits
 enter the gradients times this probability. All cells of a frame add up to at least 1, so what is skipped is below
 float32's rounding. With random weights a quarter to a half of all cells are dead, in a trained recogniser nearly all.
@@ -97,7 +97,7 @@ def gradients(
     """Gradients of the sum of the losses, each weighted by its entry of ``posteriors.grad_B``."""
     exact, (_, U, T) = _exact(e_TD), cells.shape
     de_TD, dp_UD, dw_vD, db_v = (torch.zeros_like(x, dtype=exact) for x in (e_TD, p_UD, weight_vD, bias_v))
-    least = 0.0 if exact == torch.float64 else DEAD
+    least = 0.0 if exact == torch.float64 else NEGLIGIBLE
     place_M = (~(posteriors.blank_BUT + posteriors.label_BUT <= least)).flatten().nonzero().squeeze(1)  # NaN stays
     for place_c in place_M.split(_chunk_rows(weight_vD)):
         row_c, b_c = place_c // T, place_c // (U * T)

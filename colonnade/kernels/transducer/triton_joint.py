@@ -20,7 +20,7 @@ from torch import Tensor
 from triton import language as tl
 
 from colonnade.kernels.transducer.cells import Cells
-from colonnade.kernels.transducer.joint import DEAD, Gradients, Posteriors
+from colonnade.kernels.transducer.joint import NEGLIGIBLE, Gradients, Posteriors
 
 CHUNK_BYTES = 192 << 20
 """Memory for a chunk's hidden units, logits and their gradients [bytes]; smaller chunks take longer to launch."""
@@ -292,7 +292,7 @@ def scores(
     own, V = _Operands.of(e_TD, p_UD, weight_vD, bias_v, cells, blank, start, LOSS), len(weight_vD)
     padded_V, tile, (B, U, T) = _padded(V), _tile(V), cells.shape
     out_4BUT = torch.empty(4, B, U, T, dtype=torch.float32, device=e_TD.device)
-    for place_c in cells.places().split(_chunk_rows(own.split, e_TD.shape[1], padded_V, backward=False)):
+    for place_c in cells.cell_indices().split(_chunk_rows(own.split, e_TD.shape[1], padded_V, backward=False)):
         rows = len(place_c)
         z = _logits(own.e_TD, own.p_UD, own.forward, place_c, cells, own.split)[1]
         _statistics[(triton.cdiv(rows, tile[0]),)](
@@ -314,7 +314,7 @@ class _Live(NamedTuple):
     @staticmethod
     def of(posteriors: Posteriors) -> "_Live":
         B, U, T = posteriors.lse_BUT.shape
-        live_RT = (posteriors.blank_BUT + posteriors.label_BUT > DEAD).view(B * U, T)
+        live_RT = (posteriors.blank_BUT + posteriors.label_BUT > NEGLIGIBLE).view(B * U, T)
         ends = live_RT.sum(1).cumsum(0).tolist()
         place_M = live_RT.flatten().nonzero().squeeze(1)
         index = torch.full((B * U * T,), -1, dtype=torch.int32, device=place_M.device)

@@ -33,10 +33,10 @@ FORWARDED = {
 }
 """Paths by method; ``/v1/models/NAME`` too."""
 
-ELSEWHERE = frozenset({429, 503})
+RETRIED_STATUSES = frozenset({429, 503})
 """Statuses of an upstream that does not take the request: another one may."""
 
-LOST = RequestError(
+UPSTREAM_FAILED = RequestError(
     "the server that generated this response failed; send the request again", status=503, code="engine_failed"
 )
 
@@ -88,7 +88,7 @@ class ForwardRequests:
             if not left:
                 if refusal is not None:
                     return refusal
-                raise LOST if tried else upstreams.unavailable()
+                raise UPSTREAM_FAILED if tried else upstreams.unavailable()
             upstream = upstreams.router.choose(prompt, left)
             tried.add(upstream)
             async with AsyncExitStack() as connection:
@@ -106,7 +106,7 @@ class ForwardRequests:
                     events = self._events(upstream, begin, pieces)
                     return StreamingResponse(events, reply.status_code, _headers(reply))
                 response = Response(begin, reply.status_code, _headers(reply))
-                if reply.status_code not in ELSEWHERE:
+                if reply.status_code not in RETRIED_STATUSES:
                     return response
                 refusal = response
 
@@ -140,7 +140,7 @@ class ForwardRequests:
             if rest_of_line:
                 yield rest_of_line
         except (httpx.HTTPError, TimeoutError):
-            yield _error_event(LOST)
+            yield _error_event(UPSTREAM_FAILED)
         except RequestError as error:
             yield _error_event(error)
 

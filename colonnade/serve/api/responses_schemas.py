@@ -47,10 +47,10 @@ CHAT_NAMES = {
 }  # fmt: skip
 """Parameters of a chat, and their names here."""
 
-AS_IN_CHATS = (*SamplingFields.model_fields, "chat_template_kwargs", "parallel_tool_calls")
+CHAT_PARAMETERS = (*SamplingFields.model_fields, "chat_template_kwargs", "parallel_tool_calls")
 """Parameters that are those of a chat."""
 
-_UNREAD = frozenset({"id", "status", "phase", "annotations", "logprobs", "parsed", "parsed_arguments"})
+_IGNORED_OUTPUT_FIELDS = frozenset({"id", "status", "phase", "annotations", "logprobs", "parsed", "parsed_arguments"})
 """Fields of earlier outputs that clients send back, and that mean nothing to the model."""
 
 INPUT: dict[str, Any] = {
@@ -163,7 +163,7 @@ class ResponsesBody(SamplingFields, SchedulingFields):
     @cached_property
     def chat(self) -> ChatBody:
         """The same as a chat; raises :class:`RequestError` for what a chat cannot represent."""
-        values: dict[str, Any] = {name: value for name in AS_IN_CHATS if (value := getattr(self, name)) is not None}
+        values: dict[str, Any] = {name: value for name in CHAT_PARAMETERS if (value := getattr(self, name)) is not None}
         values["messages"] = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
         values["messages"] += to_messages(self.input)
         values["max_completion_tokens"] = self.max_output_tokens
@@ -200,7 +200,9 @@ def to_messages(given: object) -> list[dict[str, Any]]:
     for i, item in enumerate(given):
         if not isinstance(item, dict):
             raise RequestError(f"input.{i} is {format_value(item)}; it must be an object", param="input")
-        values = {name: value for name, value in item.items() if value is not None and name not in _UNREAD}
+        values = {
+            name: value for name, value in item.items() if value is not None and name not in _IGNORED_OUTPUT_FIELDS
+        }
         match kind := values.pop("type", "message"):
             case "message":
                 messages.append(_message(values, i))

@@ -42,7 +42,7 @@ def read(path: str) -> dict[str, Any]:
     return loaded
 
 
-def inside(whole: dict[str, Any], namespace: str, path: str) -> dict[str, Any]:
+def nested_state(whole: dict[str, Any], namespace: str, path: str) -> dict[str, Any]:
     """The state dict at ``namespace`` in ``whole``, the content of the file ``path``."""
     for key in filter(None, namespace.split("/")):
         if not isinstance(whole.get(key), dict):
@@ -54,10 +54,10 @@ def inside(whole: dict[str, Any], namespace: str, path: str) -> dict[str, Any]:
     return whole
 
 
-def replaced(whole: dict[str, Any], namespace: str, state: dict[str, Any]) -> dict[str, Any]:
-    """A copy of ``whole`` whose state dict is replaced by ``state``."""
+def with_nested_state(whole: dict[str, Any], namespace: str, state: dict[str, Any]) -> dict[str, Any]:
+    """A copy of ``whole`` with ``state`` as its nested state dict."""
     key, _, rest = namespace.strip("/").partition("/")
-    return {**whole, key: replaced(whole[key], rest, state)} if key else state
+    return {**whole, key: with_nested_state(whole[key], rest, state)} if key else state
 
 
 def layers_of(state: dict[str, Any], default: int = 0) -> dict[str, int]:

@@ -5,7 +5,7 @@ from argparse import ArgumentParser
 import torch
 from torch import Tensor
 
-from colonnade.compat.tutel.checkpoint import COUNT, check_size, command, expert_names, inside, layers_of, read
+from colonnade.compat.tutel.checkpoint import COUNT, check_size, command, expert_names, layers_of, nested_state, read
 from colonnade.compat.tutel.system import apply_rank_size_from_pattern
 from colonnade.errors import CheckpointError
 
@@ -20,7 +20,7 @@ def gather(inputs: str, input_size: int, output: str, namespace: str = "", defau
         raise CheckpointError(f"no {{rank}} in '{inputs}', so {input_size} ranks share one file; use a pattern with it")
     paths = [apply_rank_size_from_pattern(inputs, rank, input_size, create_dir=False) for rank in range(input_size)]
     whole = read(paths[0])
-    state = inside(whole, namespace, paths[0])
+    state = nested_state(whole, namespace, paths[0])
     layers = layers_of(state, default_num_global_experts)
     state.update({f"{prefix}{COUNT}": torch.tensor(E) for prefix, E in layers.items()})
     if not layers:
@@ -33,7 +33,7 @@ def gather(inputs: str, input_size: int, output: str, namespace: str = "", defau
         check_size(E, input_size)
     pieces: dict[str, list[Tensor]] = {name: [state[name]] for name in names}
     for path in paths[1:]:
-        theirs = inside(read(path), namespace, path)
+        theirs = nested_state(read(path), namespace, path)
         if missing := sorted(pieces.keys() - theirs.keys()):
             raise CheckpointError(f"'{path}' lacks '{missing[0]}', which rank 0 has; use files from one run")
         for name, parts in pieces.items():

@@ -11,10 +11,10 @@ from colonnade.compat.tutel.checkpoint import (
     check_size,
     command,
     expert_names,
-    inside,
     layers_of,
+    nested_state,
     read,
-    replaced,
+    with_nested_state,
 )
 from colonnade.compat.tutel.system import apply_rank_size_from_pattern
 from colonnade.errors import CheckpointError
@@ -30,7 +30,7 @@ def scatter(input: str, output_size: int, outputs: str, namespace: str = "") -> 
             f"no {{rank}} in '{outputs}', so {output_size} ranks share one file; use a pattern with it"
         )
     whole = read(input)
-    state = inside(whole, namespace, input)
+    state = nested_state(whole, namespace, input)
     layers = layers_of(state)
     if not layers:
         raise CheckpointError(
@@ -43,7 +43,7 @@ def scatter(input: str, output_size: int, outputs: str, namespace: str = "") -> 
     for rank in range(output_size):
         own = {name: part(name, state[name], E, output_size, rank) for name, E in names.items()}
         path = apply_rank_size_from_pattern(outputs, rank, output_size)
-        torch.save(replaced(whole, namespace, state | own), path)
+        torch.save(with_nested_state(whole, namespace, state | own), path)
     print(f"{output_size} files, {len(names)} parameters of experts: {outputs}")
 
 
