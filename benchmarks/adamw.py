@@ -27,7 +27,7 @@ from colonnade.parallel.layout import layout_of
 from colonnade.train import optimizer_step
 from colonnade.train.optimizer import AdamW, FusedAdamW
 from harness.report import Headline, report
-from harness.rows import line
+from harness.rows import format_row
 from harness.training_jobs import durations
 
 TRAIN = TrainConfig(steps=1000, warmup=0, dtype="bfloat16")
@@ -87,7 +87,7 @@ def main() -> None:
     args = parser.parse_args()
     parameters = preset(args.preset).parameters
     rows = [{"what": "a large copy", "ms": None, "GB_per_s": round(copy_bandwidth())}]
-    print(line(rows[-1]), flush=True)
+    print(format_row(rows[-1]), flush=True)
     for what, fused, bytes_each in (("several", False, 52), ("one", True, 30)):
         blocks = (
             BLOCKS if args.blocks and fused else [(triton_adamw.BLOCK, triton_adamw.ITERATIONS, triton_adamw.WARPS)]
@@ -97,7 +97,7 @@ def main() -> None:
             triton_adamw._partition.cache_clear()
             ms = timed(make_end(args.preset, fused=fused))
             rows.append({"what": what, "ms": round(ms, 2), "GB_per_s": round(bytes_each * parameters / ms / 1e6)})
-            print(line(rows[-1]), block if fused else "", flush=True)
+            print(format_row(rows[-1]), block if fused else "", flush=True)
             torch.cuda.empty_cache()
     if not args.blocks:
         several, one = (row["ms"] for row in rows[1:])

@@ -23,7 +23,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from colonnade.kernels.attention import sdpa
 from harness.clock import Clock
 from harness.report import Headline, folder_of, report
-from harness.rows import line
+from harness.rows import format_row
 
 SHAPES = {
     "GPT-2 1.2B": (32, 1024, 16, 16, 96),
@@ -82,7 +82,7 @@ def measured(name: str, shape: tuple[int, int, int, int, int], device: str) -> l
                 "backward_tflops": round(2.5 * flops / backward_s / 1e12, 1),
             }
         )  # fmt: skip
-        print(line(rows[-1]), flush=True)
+        print(format_row(rows[-1]), flush=True)
     return rows
 
 

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from colonnade.config import ModelConfig
 from colonnade.config.presets import preset
 from colonnade.model import Loss, Packed, Stream, Transformer, initialise
-from harness.paired_timing import Neighbours, timed, turns
+from harness.paired_timing import OtherProcesses, run_interleaved, wall_clock
 from harness.report import Headline, report
 
 
@@ -162,8 +162,8 @@ def main() -> None:
         for name, p in other.named_parameters():
             torch.testing.assert_close(p.grad, expected[name], rtol=1e-4, atol=1e-6)
 
-    neighbours = Neighbours()
-    times = turns({name: timed(run) for name, run in runs.items()}, args.rounds, warm_up=3)
+    neighbours = OtherProcesses()
+    times = run_interleaved({name: wall_clock(run) for name, run in runs.items()}, args.rounds, warm_up=3)
     rows = [
         {
             "who": name,

@@ -46,7 +46,17 @@ from colonnade.parallel.pipeline import schedule_supported
 from colonnade.train.model_inputs import VALIDATION
 from colonnade.train.train_step import PipelineStep, forward
 from harness.report import Headline, report
-from harness.training_jobs import Row, durations, enough, filled, forget, kept, parser, place, random_batch
+from harness.training_jobs import (
+    Row,
+    device_and_folder,
+    durations,
+    free_memory,
+    has_gpus,
+    make_parser,
+    random_batch,
+    random_weights,
+    read_rows,
+)
 
 STAGES = 2
 """v, for schedules with several stages per rank."""
@@ -101,13 +111,13 @@ def work(world: int, size: Sizes, device: str) -> list[Row]:
                                  "waits": round(waits(plan), 4)})  # fmt: skip
                     if whole.rank == 0:
                         print(json.dumps(rows[-1]), flush=True)
-            forget(whole.device)
+            free_memory(whole.device)
     return rows
 
 
 def whole_world(world: int, size: Sizes, device: str, keep: Path | None) -> list[Row]:
     """The rows of one world size, read from the file ``keep`` if they are in it, else measured and appended."""
-    key, recorded = f"{world} ranks of {size}", kept(keep)
+    key, recorded = f"{world} ranks of {size}", read_rows(keep)
     if key not in recorded:
         recorded[key] = launch(work, (world, size, device), Plan(dp=world))
         if keep is not None:
@@ -120,7 +130,7 @@ def timed(size: Sizes, context: DistributedContext) -> list[tuple[int, float]]:
     """(micro-batches, seconds per step) of one schedule."""
     config, plan = size.config, context.plan
     spans = [span for _, span in context.stages(config.layers)]
-    model = filled(Transformer(config, context.axes, spans=spans, device=context.device))
+    model = random_weights(Transformer(config, context.axes, spans=spans, device=context.device))
     pipeline = PipelineStep(model, context, size.dtype) if plan.pp > 1 else None
     weights = masters(model, context, size.dtype, pipeline and pipeline.stages)
     one = torch.ones((), device=context.device)
@@ -145,7 +155,7 @@ def timed(size: Sizes, context: DistributedContext) -> list[tuple[int, float]]:
     return found
 
 
-def judged(rows: Sequence[Row]) -> tuple[list[Row], list[Headline]]:
+def with_bubbles(rows: Sequence[Row]) -> tuple[list[Row], list[Headline]]:
     """Rows with the theoretical step time and both bubbles; a headline per schedule at the largest m."""
     alone = [row for row in rows if row["ranks"] == 1]
     each_ms = min(row["step_ms"] / row["micro_batches"] for row in alone)
@@ -176,17 +186,17 @@ def judged(rows: Sequence[Row]) -> tuple[list[Row], list[Headline]]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    options = parser(__doc__)
+    options = make_parser(__doc__)
     options.add_argument("--worlds", type=int, nargs="+", help="pipeline ranks; 2 4, with --tiny 2")
     args = options.parse_args(argv)
     worlds = args.worlds or ([2] if args.tiny else [2, 4])
-    if not enough(args, max(worlds)):
+    if not has_gpus(args, max(worlds)):
         return
-    device, folder, name = place(args)
+    device, folder, name = device_and_folder(args)
     rows: list[Row] = []
     for world in (1, *worlds):
         rows += whole_world(world, sizes(args.tiny), device, args.keep)
-    rows, heads = judged(rows)
+    rows, heads = with_bubbles(rows)
     report(f"bubble_{name}", rows, __doc__ or "", headlines=heads, folder=folder)
 
 

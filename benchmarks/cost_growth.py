@@ -23,7 +23,7 @@ from matplotlib.ticker import LogLocator
 from colonnade.config import ModelConfig, Plan
 from colonnade.config.presets import preset
 from harness.report import ROOT, Headline, report
-from harness.training_jobs import FAST, PLAIN, Job, Row, enough, parser, place, series
+from harness.training_jobs import FAST, PLAIN, Job, Row, device_and_folder, has_gpus, make_parser, run_jobs
 
 TOKENS = 16384
 """Tokens per rank and step."""
@@ -61,7 +61,7 @@ def jobs(tiny: bool, worlds: Sequence[int]) -> list[Job]:
     ]
 
 
-def foretold(made: Sequence[Job], rows: Sequence[Row]) -> list[Row]:
+def with_predictions(made: Sequence[Job], rows: Sequence[Row]) -> list[Row]:
     """The rows with their sizes and the speed predicted from the first one."""
 
     def cost(job: Job) -> float:
@@ -108,18 +108,18 @@ def draw(rows: Sequence[Row], path: Path) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    options = parser(__doc__)
+    options = make_parser(__doc__)
     options.add_argument("--worlds", type=int, nargs="+", help="numbers of ranks; 1 2 4, with --tiny 1 2")
     options.add_argument(
         "--picture", type=Path, help="default: docs/assets/cost_growth.png; with --tiny next to the results"
     )
     args = options.parse_args(argv)
     worlds = args.worlds or ([1, 2] if args.tiny else [1, 2, 4])
-    if not enough(args, max(worlds)):
+    if not has_gpus(args, max(worlds)):
         return
-    device, folder, name = place(args)
+    device, folder, name = device_and_folder(args)
     made = jobs(args.tiny, worlds)
-    rows = foretold(made, series(made, device, args.keep))
+    rows = with_predictions(made, run_jobs(made, device, args.keep))
     draw(rows, args.picture or (folder if args.tiny else ROOT / "docs" / "assets") / "cost_growth.png")
     last = rows[-1]
     what = f"GPT-2 {last['layers']} x {last['width']} on {last['ranks']} ranks, FSDP"

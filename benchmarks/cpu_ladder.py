@@ -64,11 +64,11 @@ from colonnade.cores import OPENMP_VARIABLES, child_placement, idle_warning, pla
 from colonnade.data.readers import sotu_documents
 from colonnade.model import Transformer, initialise
 from colonnade.parallel.distributed_context import DistributedContext
-from harness.http_load import Served, closed_loop, open_loop
-from harness.paired_timing import Neighbours, turns
+from harness.http_load import LoadResult, closed_loop, open_loop
+from harness.paired_timing import OtherProcesses, run_interleaved
 from harness.report import RESULTS, ROOT, Cell, Headline, report
-from harness.rows import figures, line
-from harness.served import served
+from harness.rows import format_row, round_significant
+from harness.served import running_server
 
 PUBLISHED = {"default": 2.1, "aligned": 6.3, "pinned": 7.9, "student": 61.9}
 """Requests/s of the article's image scoring model: 4 workers under a quota of 8 cores of 2 x 12."""
@@ -80,7 +80,7 @@ LADDER = ("default", "aligned", "pinned", "bfloat16", "int8", "int4", "student")
 DECODED_ANYWHERE = "pinned, decoding on any core"
 STAGES = ("pinned, stages in turn", DECODED_ANYWHERE, "pinned, token ids")
 """Steps that compare stages; not drawn."""
-ASLEEP = "pinned, threads asleep"
+PINNED_ASLEEP = "pinned, threads asleep"
 """A step whose threads sleep as soon as they wait; not drawn."""
 PICTURE = ROOT / "docs" / "assets" / "cpu_ladder.png"
 RECORD = "cpu_ladder"
@@ -144,7 +144,7 @@ def all_steps(service: str, settings: Settings) -> list[Step]:
             replace(pinned, name="student", flags=("--overlap", "--model", "resnet18", "--size", "224")),
             replace(pinned, name="pinned, stages in turn", flags=image),
             replace(pinned, name=DECODED_ANYWHERE, flags=(*pinned.flags, "--decode_cpus", *usable_cpus())),
-            replace(pinned, name=ASLEEP, asleep=True),
+            replace(pinned, name=PINNED_ASLEEP, asleep=True),
         ]  # fmt: skip
 
     def quantised(kind: str) -> Step:
@@ -154,7 +154,7 @@ def all_steps(service: str, settings: Settings) -> list[Step]:
         halved = replace(pinned, name="bfloat16", flags=("--dtype", "bfloat16"), weights="bfloat16")
         student = replace(halved, name="student", model="student")
         ids = replace(pinned, name="pinned, token ids", ids=True)
-        return [default, aligned, pinned, halved, student, ids, replace(pinned, name=ASLEEP, asleep=True)]
+        return [default, aligned, pinned, halved, student, ids, replace(pinned, name=PINNED_ASLEEP, asleep=True)]
     student = replace(quantised("int4"), name="student", model="student")
     return [default, aligned, pinned, quantised("int8"), quantised("int4"), student]
 
@@ -243,7 +243,7 @@ def image_workers(step: Step, workers: int) -> Iterator[list[str]]:
 
 
 @contextmanager
-def started(service: str, step: Step, settings: Settings) -> Iterator[list[str]]:
+def running_services(service: str, step: Step, settings: Settings) -> Iterator[list[str]]:
     """The URLs to which the clients of ``step`` send their requests; all servers start, and stop, at the same time."""
     with without_thread_settings(), ExitStack() as stack:
         if service == "image":
@@ -252,7 +252,9 @@ def started(service: str, step: Step, settings: Settings) -> Iterator[list[str]]
         model, path = model_path(service, step, settings), "/classify" if service == "text" else "/v1/completions"
         flags = ("--serve.log", "off", *step.flags)
         flags += ("--serve.replicas", str(settings.workers)) if step.pinned else ()
-        servers = [served(model, *flags, **environment(step)) for _ in range(1 if step.pinned else settings.workers)]
+        servers = [
+            running_server(model, *flags, **environment(step)) for _ in range(1 if step.pinned else settings.workers)
+        ]
         with ThreadPoolExecutor(len(servers)) as pool:
             running = list(pool.map(stack.enter_context, servers))
         yield [url + path for url, _ in running]
@@ -290,10 +292,10 @@ def photo(height: int = 768, width: int = 1024) -> bytes:
 # -- measuring ---------------------------------------------------------------------------------------------------------
 
 
-def run_step(service: str, step: Step, settings: Settings, number: int) -> Served:
+def run_step(service: str, step: Step, settings: Settings, number: int) -> LoadResult:
     """One round of one step: start the workers, warm up, measure, and stop."""
     request = request_of(service, step, settings)
-    with started(service, step, settings) as urls:
+    with running_services(service, step, settings) as urls:
         # One client a worker: an image worker also computes what is cancelled, and the measured requests would wait.
         closed_loop(urls, request, settings.workers, min(WARM_UP_S, settings.seconds), settings.patience_s)
         if settings.rate is None:
@@ -308,28 +310,34 @@ def measure(service: str, settings: Settings, rounds: int) -> list[dict[str, Cel
     """A row for each step of ``service``."""
     make_models(service, settings)
     steps = steps_of(service, settings)
-    runs: dict[str, Callable[[int], Served]] = {step.name: partial(run_step, service, step, settings) for step in steps}
-    results = turns(runs, rounds, warm_up=0)
+    runs: dict[str, Callable[[int], LoadResult]] = {
+        step.name: partial(run_step, service, step, settings) for step in steps
+    }
+    results = run_interleaved(runs, rounds, warm_up=0)
     rates = {name: statistics.median(each.requests_per_s for each in results[name]) for name in runs}
     threads = {step.name: place_replicas(read_machine(), settings.workers)[0].threads if step.pinned else step.threads
                for step in steps}  # fmt: skip
     rows: list[dict[str, Cell]] = []
     for step in steps:
         each = results[step.name]
-        everything = Served(
+        everything = LoadResult(
             1, [s for one in each for s in one.latencies_s], unanswered_s=[s for one in each for s in one.unanswered_s]
         )
         rows.append(
             {
                 "service": service,
                 "step": step.name,
-                "requests_per_s": figures(rates[step.name]),
-                "over_default": figures(rates[step.name] / rates["default"], 3) if rates.get("default") else None,
+                "requests_per_s": round_significant(rates[step.name]),
+                "over_default": round_significant(rates[step.name] / rates["default"], 3)
+                if rates.get("default")
+                else None,
                 **{
-                    f"p{percent}_ms": None if math.isnan(ms := everything.percentile_ms(percent)) else figures(ms)
+                    f"p{percent}_ms": None
+                    if math.isnan(ms := everything.percentile_ms(percent))
+                    else round_significant(ms)
                     for percent in (50, 95, 99)
                 },
-                "slowest_round_requests_per_s": figures(min(one.requests_per_s for one in each)),
+                "slowest_round_requests_per_s": round_significant(min(one.requests_per_s for one in each)),
                 "failures": sum(one.failures for one in each),
                 "unanswered": len(everything.unanswered_s),
                 "workers": settings.workers,
@@ -340,7 +348,7 @@ def measure(service: str, settings: Settings, rounds: int) -> list[dict[str, Cel
                 "published_requests_per_s": PUBLISHED.get(step.name) if service == "image" else None,
             }
         )
-        print(line(rows[-1]), flush=True)
+        print(format_row(rows[-1]), flush=True)
     return rows
 
 
@@ -407,7 +415,7 @@ def conditions(notes: str, services: Sequence[str]) -> list[str]:
     return joined or [f"{', '.join(services)}: {'; '.join(lines)}"]
 
 
-def labelled(folder: Path) -> list[dict[str, Cell]]:
+def rows_by_cores(folder: Path) -> list[dict[str, Cell]]:
     """The rows of all records of the ladder in ``folder``, with the number of cores in the service's name."""
     records = [json.loads(path.read_text()) for path in sorted(folder.glob(f"{RECORD}*.json"))]
     return [
@@ -424,7 +432,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--clients", type=int, help="default: 4 a worker")
     parser.add_argument("--seconds", type=float, default=15, help="for each step and round")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", nargs="+", default=[], choices=[*LADDER, *STAGES, ASLEEP], help="default: all")
+    parser.add_argument(
+        "--steps", nargs="+", default=[], choices=[*LADDER, *STAGES, PINNED_ASLEEP], help="default: all"
+    )
     parser.add_argument("--patience", type=float, default=40, help="seconds until unanswered requests are cancelled")
     parser.add_argument("--rate", type=float, help="requests/s that arrive, in place of clients that wait for answers")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the JSON file")
@@ -439,9 +449,9 @@ def main(argv: list[str] | None = None) -> None:
     if args.join:
         join(args.join, args.services, args.record, args.out)
     if args.redraw or args.join:
-        draw(labelled(args.out), args.picture)
+        draw(rows_by_cores(args.out), args.picture)
         return
-    machine, neighbours = read_machine(), Neighbours()
+    machine, neighbours = read_machine(), OtherProcesses()
     workers = args.workers or min(4, machine.usable)
     place_replicas(machine, workers)  # refuses more workers than cores
     if warning := idle_warning(machine, workers):

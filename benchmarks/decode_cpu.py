@@ -26,9 +26,9 @@ from colonnade.api import Model
 from colonnade.bench.ceilings import read_bandwidth
 from colonnade.config import ServeConfig
 from colonnade.serve.sampling_params import SamplingParams
-from harness.paired_timing import Neighbours, turns
+from harness.paired_timing import OtherProcesses, run_interleaved
 from harness.report import Cell, Headline, report
-from harness.rows import line
+from harness.rows import format_row
 
 TEXT = """A colonnade is a row of columns that carries a roof or an arcade. In the cities of the ancient world it gave
 shade to those who walked along the street, and shelter to those who sold there. The first were made of wood, and later
@@ -37,7 +37,7 @@ decides how thick it is, how far the next one may stand from it, and what the bu
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-class Took(NamedTuple):
+class RunTimes(NamedTuple):
     """Times and tokens of one run of one side."""
 
     first_s: float
@@ -58,11 +58,11 @@ class Clock(StoppingCriteria):
         return torch.zeros(len(input_ids), dtype=torch.bool)
 
 
-def ours(model: Model, prompts: list[list[int]], new_tokens: int) -> Callable[[int], Took]:
+def ours(model: Model, prompts: list[list[int]], new_tokens: int) -> Callable[[int], RunTimes]:
     engine = colonnade.Engine(model, ServeConfig(max_requests=len(prompts), token_budget=2048))
     params = SamplingParams(max_tokens=new_tokens, temperature=0, ignore_eos=True)
 
-    def run(_: int) -> Took:
+    def run(_: int) -> RunTimes:
         began = time.perf_counter()
         ids: dict[str, list[int]] = {engine.add(prompt, params): [] for prompt in prompts}
         ticks = []
@@ -71,15 +71,15 @@ def ours(model: Model, prompts: list[list[int]], new_tokens: int) -> Callable[[i
                 ids[output.id].append(output.token)
             ticks.append(time.perf_counter())
         assert len(ticks) == new_tokens, "every step must give every request a token"
-        return Took(ticks[0] - began, ticks[-1] - ticks[0], list(ids.values()))
+        return RunTimes(ticks[0] - began, ticks[-1] - ticks[0], list(ids.values()))
 
     return run
 
 
-def theirs(model: LlamaForCausalLM, prompts: list[list[int]], new_tokens: int) -> Callable[[int], Took]:
+def theirs(model: LlamaForCausalLM, prompts: list[list[int]], new_tokens: int) -> Callable[[int], RunTimes]:
     prompts_BS = torch.tensor(prompts)
 
-    def run(_: int) -> Took:
+    def run(_: int) -> RunTimes:
         clock = Clock()
         began = time.perf_counter()
         ids_BS = model.generate(
@@ -92,7 +92,7 @@ def theirs(model: LlamaForCausalLM, prompts: list[list[int]], new_tokens: int) -
         )
         assert isinstance(ids_BS, torch.Tensor)
         ids = ids_BS[:, prompts_BS.shape[1] :].tolist()
-        return Took(clock.ticks[0] - began, clock.ticks[-1] - clock.ticks[0], ids)
+        return RunTimes(clock.ticks[0] - began, clock.ticks[-1] - clock.ticks[0], ids)
 
     return run
 
@@ -112,7 +112,7 @@ def measure(
     text = model.tokenizer.encode(TEXT * 8)
     prompts = [text[7 * i : 7 * i + args.prompt] for i in range(batch)]
     sides = {"colonnade": ours(model, prompts, args.new), "transformers": theirs(peer, prompts, args.new)}
-    took = turns(sides, args.rounds)
+    took = run_interleaved(sides, args.rounds)
     weights_bytes = sum(p.nbytes for p in model.transformer.parameters())
     bandwidth = read_bandwidth("cpu", 1 << 28)
     rows: list[dict[str, Cell]] = []
@@ -133,7 +133,7 @@ def measure(
                 "same_tokens_share": round(agreement(took["colonnade"][0].ids, runs[0].ids), 4),
             }
         )
-        print(line(rows[-1]), flush=True)
+        print(format_row(rows[-1]), flush=True)
     return rows
 
 
@@ -150,7 +150,7 @@ def main() -> None:
     parser.add_argument("--no-report", action="store_true", help="print only; write no result")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    neighbours = Neighbours()
+    neighbours = OtherProcesses()
     rows: list[dict[str, Cell]] = []
     for dtype in args.dtypes:
         model = colonnade.load("smollm2", dtype=dtype, device="cpu")

@@ -35,10 +35,10 @@ from colonnade.model.weight_only_quant import build, kind_of
 from colonnade.parallel.axis import Axes
 from colonnade.parallel.distributed_context import DistributedContext
 from decode_model import TINY
-from harness.engine_load import words
-from harness.paired_timing import Neighbours
+from harness.engine_load import word_tokenizer
+from harness.paired_timing import OtherProcesses
 from harness.report import RESULTS, Cell, Headline, report
-from harness.rows import figures, line
+from harness.rows import format_row, round_significant
 
 KINDS = ("bfloat16", "int8", "int4")
 GROUP = 32
@@ -108,7 +108,7 @@ def measure(
     """A row for one model and format."""
     gc.collect()  # the engine before, which holds its weights
     transformer = random_model(config, kind)
-    model = api.Model(transformer, words(config.vocab_size), DistributedContext.solo(), name)
+    model = api.Model(transformer, word_tokenizer(config.vocab_size), DistributedContext.solo(), name)
     pages = -(-(PROMPT_TOKENS + 240) // PAGE) + 1
     keys = KVCache.bytes_per_page(config, transformer.axes, 1, torch.bfloat16)
     bandwidths = [read_bandwidth("cpu", buffer_bytes, BANDWIDTH_S)]
@@ -127,21 +127,21 @@ def measure(
         "model": name,
         "weights": kind,
         "threads": torch.get_num_threads(),
-        "mb_per_token": figures(size / 1e6),
-        "tokens_per_s": figures(1 / statistics.median(steps)),
-        "bound_tokens_per_s": figures(bandwidth / size),
-        "read_gb_per_s": figures(statistics.median(rates) / 1e9),
-        "bandwidth_gb_per_s": figures(bandwidth / 1e9),
-        "least_bandwidth_gb_per_s": figures(min(bandwidths) / 1e9),
-        "most_bandwidth_gb_per_s": figures(max(bandwidths) / 1e9),
-        "of_bound": figures(statistics.median(shares), 3),
-        "least_of_bound": figures(min(shares), 3),
-        "most_of_bound": figures(max(shares), 3),
-        "fastest_of_bound": figures(statistics.median(fastest), 3),
+        "mb_per_token": round_significant(size / 1e6),
+        "tokens_per_s": round_significant(1 / statistics.median(steps)),
+        "bound_tokens_per_s": round_significant(bandwidth / size),
+        "read_gb_per_s": round_significant(statistics.median(rates) / 1e9),
+        "bandwidth_gb_per_s": round_significant(bandwidth / 1e9),
+        "least_bandwidth_gb_per_s": round_significant(min(bandwidths) / 1e9),
+        "most_bandwidth_gb_per_s": round_significant(max(bandwidths) / 1e9),
+        "of_bound": round_significant(statistics.median(shares), 3),
+        "least_of_bound": round_significant(min(shares), 3),
+        "most_of_bound": round_significant(max(shares), 3),
+        "fastest_of_bound": round_significant(statistics.median(fastest), 3),
         "steps": len(steps),
-        "peak_memory_mb": figures(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3),
+        "peak_memory_mb": round_significant(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3),
     }
-    print(line(row), flush=True)
+    print(format_row(row), flush=True)
     return row
 
 
@@ -155,7 +155,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the JSON file")
     parser.add_argument("--tiny", action="store_true", help="a toy model; writes no record")
     args = parser.parse_args(argv)
-    neighbours, rows = Neighbours(), list[dict[str, Cell]]()
+    neighbours, rows = OtherProcesses(), list[dict[str, Cell]]()
     if args.tiny:
         for kind in args.weights:
             measure("tiny", TINY.replace(context=512), kind, 0.2, 1, 1 << 24)

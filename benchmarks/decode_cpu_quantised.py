@@ -37,11 +37,11 @@ from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.serve.sampling_params import SamplingParams
 from decode_cpu import TEXT
 from harness import decode_peers
-from harness.decode_peers import Prompts, Run, Took
+from harness.decode_peers import DecodeTimes, Prompts, Run
 from harness.llama_cpp_peer import load_library, runner, to_q4_0
-from harness.paired_timing import Neighbours, turns
+from harness.paired_timing import OtherProcesses, run_interleaved
 from harness.report import Cell, Headline, report
-from harness.rows import line
+from harness.rows import format_row
 
 CASES = ((1, 64), (8, 64), (1, 1024))
 """(requests at once, tokens of each prompt)"""
@@ -55,7 +55,7 @@ def ours(model: Model, requests: int, instruction_set: str) -> Run:
     loaded = library.load_for(instruction_set)
     engine = colonnade.Engine(model, ServeConfig(max_requests=requests, token_budget=2048, prefix_cache=False))
 
-    def run(prompts: Prompts, new_tokens: int) -> Took:
+    def run(prompts: Prompts, new_tokens: int) -> DecodeTimes:
         library.load = lambda: loaded  # type: ignore[assignment]
         params = SamplingParams(max_tokens=new_tokens, temperature=0, ignore_eos=True)
         began = time.process_time()
@@ -67,7 +67,7 @@ def ours(model: Model, requests: int, instruction_set: str) -> Run:
             if first == began:
                 first = time.process_time()
                 assert all(ids.values()), "all prompts fit into one step"
-        return Took(first - began, time.process_time() - first, list(ids.values()))
+        return DecodeTimes(first - began, time.process_time() - first, list(ids.values()))
 
     return run
 
@@ -80,7 +80,7 @@ def random_weights(tokenizers: Path, folder: Path) -> tuple[Path, Path]:
     return colonnade.save(model, folder / "random", format="hf"), gguf
 
 
-def rows_of(took: dict[str, list[Took]], batch: int, prompt: int, new_tokens: int) -> list[dict[str, Cell]]:
+def rows_of(took: dict[str, list[DecodeTimes]], batch: int, prompt: int, new_tokens: int) -> list[dict[str, Cell]]:
     """A row for each engine."""
     rates = {
         "tokens_per_cpu_s": {
@@ -101,7 +101,7 @@ def rows_of(took: dict[str, list[Took]], batch: int, prompt: int, new_tokens: in
                 best = [max(of[peer][i] for peer in peers) for i in range(len(of[who]))]
                 row[f"{stem}speed_over_best_peer"] = ratio(of[who], best)
         rows.append(row)
-        print(line(row), flush=True)
+        print(format_row(row), flush=True)
     return rows
 
 
@@ -146,7 +146,7 @@ def main() -> None:
     names = list(library.INSTRUCTION_SETS)
     instruction_sets = [name for name in names[names.index(best) :] if name != "portable"]
     llama = load_library(args.llama_cpp) if args.llama_cpp is not None else None
-    neighbours, rows = Neighbours(), list[dict[str, Cell]]()
+    neighbours, rows = OtherProcesses(), list[dict[str, Cell]]()
     with tempfile.TemporaryDirectory() as temporary, ExitStack() as stack:
         folder = Path(temporary)
         source, gguf = random_weights(args.random, folder) if args.random else ("smollm2", None)
@@ -164,7 +164,7 @@ def main() -> None:
                 python = Path(sys.executable) if name == "transformers" else args.peers
                 log = stack.enter_context((folder / f"{name}.log").open("w"))
                 others[f"{name} {PEERS[name]}"] = stack.enter_context(
-                    decode_peers.started(name, python, exported, PEERS[name], log)
+                    decode_peers.peer_process(name, python, exported, PEERS[name], log)
                 )
         path = to_q4_0(llama, folder, gguf) if llama is not None else None
         for batch, prompt in CASES:
@@ -180,7 +180,7 @@ def main() -> None:
                 who: lambda _, run=run: run(prompts, args.new)  # noqa: B023 (called within this turn of the loop)
                 for who, run in (engines | others).items()
             }
-            took = turns(sides, args.rounds)
+            took = run_interleaved(sides, args.rounds)
             for who, runs in took.items():
                 assert all(len(ids) == args.new for run in runs for ids in run.ids), who
             rows += rows_of(took, batch, prompt, args.new)

@@ -28,10 +28,10 @@ from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.parallel.launch import launch
 from colonnade.serve.engine import Engine
 from colonnade.serve.sampling_params import SamplingParams
-from harness.engine_load import words
-from harness.paired_timing import Neighbours
+from harness.engine_load import word_tokenizer
+from harness.paired_timing import OtherProcesses
 from harness.report import RESULTS, Cell, report
-from harness.rows import figures, line
+from harness.rows import format_row, round_significant
 
 CONFIG = ModelConfig(layers=12, width=1024, heads=16, kv_heads=4, ffn_width=2816, vocab_size=32_000, context=1024)
 PROMPT_TOKENS, WARM_UP_STEPS = 64, 8
@@ -45,7 +45,9 @@ def decode(folder: str, plan: Plan, threads: int, batch: int, steps: int) -> Mea
         loaded = api.load(folder, dtype="float32", context=context, weights="int8")
         model, width = loaded.transformer, loaded.config.width
         collectives_s = _collectives(batch, width, loaded.config.layers) if plan.world > 1 else 0.0
-        engine = Engine(model, words(loaded.config.vocab_size), ServeConfig(max_requests=batch, token_budget=2048))
+        engine = Engine(
+            model, word_tokenizer(loaded.config.vocab_size), ServeConfig(max_requests=batch, token_budget=2048)
+        )
         began_s = time.process_time()
         if context.rank:
             engine.follow()
@@ -92,7 +94,7 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="a small model; writes no record")
     args = parser.parse_args()
     config = CONFIG.replace(layers=2, width=128, ffn_width=256) if args.tiny else CONFIG
-    half, rows, neighbours = max(1, args.threads // 2), list[dict[str, Cell]](), Neighbours()
+    half, rows, neighbours = max(1, args.threads // 2), list[dict[str, Cell]](), OtherProcesses()
     with tempfile.TemporaryDirectory() as folder:
         model = initialise(Transformer(config), seed=0).requires_grad_(False)
         api.save(Model(model, None, DistributedContext.solo(torch.device("cpu")), "m"), f"{folder}/m")
@@ -118,14 +120,14 @@ def main() -> None:
                         "who": who,
                         "batch": batch,
                         "threads_each": sides[who][1],
-                        "step_ms": figures(1e3 * step_s),
-                        "cpu_ms_per_step": figures(1e3 * cpu_s),
-                        "collectives_ms": figures(1e3 * collectives_s) if of_two else None,
-                        "bound_ms": figures(1e3 * bound_s) if of_two else None,
-                        "over_one_rank": figures(step_s / took["one rank"][0], 3),
+                        "step_ms": round_significant(1e3 * step_s),
+                        "cpu_ms_per_step": round_significant(1e3 * cpu_s),
+                        "collectives_ms": round_significant(1e3 * collectives_s) if of_two else None,
+                        "bound_ms": round_significant(1e3 * bound_s) if of_two else None,
+                        "over_one_rank": round_significant(step_s / took["one rank"][0], 3),
                     }
                 )
-                print(line(rows[-1]), flush=True)
+                print(format_row(rows[-1]), flush=True)
     if not args.tiny:
         report("decode_cpu_tp", rows, notes=f"{__doc__}\n{neighbours}", folder=args.out)
 

@@ -54,7 +54,7 @@ from colonnade.serve.work import Slice, Work
 from decoding.context_plot import draw
 from decoding.decode_cells import read_bandwidth
 from harness.report import RESULTS, ROOT, Cell, Headline, report
-from harness.rows import line
+from harness.rows import format_row
 from table import load
 
 TINY = ModelConfig(vocab_size=97, layers=2, width=32, heads=4, kv_heads=2, ffn_width=48, context=128, family="llama")
@@ -173,7 +173,7 @@ def ours(
                 }
             )
             if ctx.rank == 0:
-                print(line(rows[-1]), flush=True)
+                print(format_row(rows[-1]), flush=True)
         return rows
 
 
@@ -230,7 +230,7 @@ def measure(
             rows.append(beside)
         except (RuntimeError, ValueError, TypeError, AttributeError) as why:
             rows.append({"who": "transformers, static cache", "failed": str(why).splitlines()[0][:200]})
-        print(line(rows[-1]), flush=True)
+        print(format_row(rows[-1]), flush=True)
     first = rows[0]
     bits = ("" if weights == "stored" else f" in {weights}") + (", batch-invariant" if batch_invariant else "")
     gpus = f"{plan.world} GPU{'s' * (plan.world > 1)}" + (f" ({plan})" if plan.cp > 1 else "")

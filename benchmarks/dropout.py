@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from colonnade.kernels.dropout import AttentionDropout
 from colonnade.kernels.registry import choose
 from colonnade.model.dropout import keys
-from harness.paired_timing import Neighbours, timed, turns
+from harness.paired_timing import OtherProcesses, run_interleaved, wall_clock
 from harness.report import Headline, report
 
 RATE = 0.1
@@ -110,9 +110,9 @@ def main() -> None:
     if gpu:
         forwards |= attention(dtype, 8, 2048, 16, 128)
 
-    neighbours = Neighbours()
-    runs = {name: timed(forward_backward(forward, args.device)) for name, forward in forwards.items()}
-    times = turns(runs, args.rounds, warm_up=5)
+    neighbours = OtherProcesses()
+    runs = {name: wall_clock(forward_backward(forward, args.device)) for name, forward in forwards.items()}
+    times = run_interleaved(runs, args.rounds, warm_up=5)
     rows = [
         {
             "what": name,

@@ -26,7 +26,7 @@ from harness.report import Cell, Headline, folder_of, report
 WORDS = 200
 
 
-def planted(passages: int, repeated: int, share: float) -> tuple[list[str], list[str]]:
+def texts_with_copies(passages: int, repeated: int, share: float) -> tuple[list[str], list[str]]:
     """(texts with edited copies that make ``share`` of them, the passages that are repeated)."""
     texts: list[str] = []
     for _, speech in sotu_documents()[:-20]:
@@ -70,7 +70,7 @@ def main(argv: list[str] | None = None) -> Any:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args(argv)
     passages, repeated, steps = (30, 3, 3) if args.tiny else (1000, 20, args.steps)
-    texts, sources = planted(passages, repeated, 0.8)
+    texts, sources = texts_with_copies(passages, repeated, 0.8)
     held_out = [text[:20_000] for _, text in sotu_documents()[-20:]][: 1 if args.tiny else 20]
     rows: list[dict[str, Cell]] = []
     with tempfile.TemporaryDirectory() as name:

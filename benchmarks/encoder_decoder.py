@@ -49,9 +49,9 @@ from colonnade.serve import Engine, SamplingParams
 from colonnade.train.train_step import TrainStep
 from colonnade.train.training_state import make_optimizer
 from harness.report import Headline, folder_of, report
-from harness.rows import line
-from harness.torch_training import update
-from harness.training_jobs import durations, filled, forget, peak_gib, settle
+from harness.rows import format_row
+from harness.torch_training import training_update
+from harness.training_jobs import durations, free_memory, peak_gib, random_weights, synchronize
 
 SOURCE, TARGET = 512, 114
 TINY = {"vocab_size": 128, "layers": 2, "width": 32, "heads": 2, "head_width": 16, "ffn_width": 64}
@@ -94,7 +94,7 @@ def our_step(
         steps=1000, lr=1e-4, min_lr=0, warmup=0, weight_decay=0.01, dtype=dtype, fused_adamw=device == "cuda"
     )
     context = DistributedContext.solo(device)
-    model = filled(Transformer(config, device=device))
+    model = random_weights(Transformer(config, device=device))
     weights = masters(model, context, getattr(torch, dtype), single=bool(train.fused_adamw))
     step = TrainStep(model, weights, make_optimizer(weights, train), train, SOLO, cuda_graph=cuda_graph)
     if device == "cuda":
@@ -119,7 +119,7 @@ def their_step(config: ModelConfig, batches: list[Batch], device: str) -> Callab
         ids = batch.source_tokens_S.view(-1, batch.longest_source)
         inputs, labels = (x.view(-1, batch.longest) for x in (batch.tokens_T, batch.targets_T))
         loss = model(input_ids=ids, decoder_input_ids=inputs, labels=labels, use_cache=False).loss
-        update(model, optimizer, loss)
+        training_update(model, optimizer, loss)
         return loss.detach()
 
     return step
@@ -138,7 +138,7 @@ def train(args: argparse.Namespace, device: str) -> tuple[list[dict], list[Headl
         began = time.perf_counter()
         step = build(config, batches, device)
         first, *_ = [float(step(i)) for i in range(4)]
-        settle(torch.device(device))
+        synchronize(torch.device(device))
         warm_s = time.perf_counter() - began
         step_s = statistics.median(durations(lambda i, step=step: step(4 + i), args.steps, torch.device(device)))
         rate = count * sum(sizes) / step_s
@@ -146,11 +146,11 @@ def train(args: argparse.Namespace, device: str) -> tuple[list[dict], list[Headl
             "who": who, "pairs": count, "step_ms": round(1e3 * step_s, 2), "tokens_per_s": round(rate),
             "first_loss": round(first, 4), "peak_gib": peak_gib(torch.device(device)), "warm_up_s": round(warm_s, 1),
         })  # fmt: skip
-        print(line(rows[-1]), flush=True)
+        print(format_row(rows[-1]), flush=True)
         if args.profile and build is our_step:
             profile(lambda step=step: step(0), args.profile)
         del step
-        forget(torch.device(device))
+        free_memory(torch.device(device))
     ours, theirs = rows[0], rows[-1]
     head = Headline(
         f"T5-large, training, {count} pairs of {sizes[0]} and {sizes[1]} tokens, tokens/s", ours["tokens_per_s"],
@@ -196,24 +196,24 @@ def serve(args: argparse.Namespace, device: str) -> tuple[list[dict], list[Headl
     wanted = [log_uniform(draw, 4 if args.tiny else 8, longest[1]) for _ in sources]
     params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in wanted]
     rows: list[dict] = []
-    model = filled(Transformer(config, device=device)).to(dtype).eval().requires_grad_(False)
+    model = random_weights(Transformer(config, device=device)).to(dtype).eval().requires_grad_(False)
     sizes = {"max_requests": count, "max_waiting": 2 * count, "token_budget": 64 if args.tiny else 16384}
     pages = {"pages": 64, "page_tokens": 8} if args.tiny else {}
     engine = Engine(model, plain_tokenizer(config.vocab_size), ServeConfig(**sizes, **pages))
     found, ours_s = [], 0.0
     for _ in range(2):  # the first compiles kernels and captures graphs
-        settle(torch.device(device))
+        synchronize(torch.device(device))
         began = time.perf_counter()
         found = engine.generate(sources, params)
         ours_s = time.perf_counter() - began
     assert [len(each.token_ids) for each in found] == wanted
     graphs = engine.core.runner.graphs is not None
     rows.append(row("colonnade", sum(wanted), ours_s) | {"cuda_graphs": graphs, "steps": engine.stats.steps // 2})
-    print(line(rows[-1]), flush=True)
+    print(format_row(rows[-1]), flush=True)
     if args.profile:
         profile(partial(engine.generate, sources[:64], params[:64]), args.profile)
     del engine, model
-    forget(torch.device(device))
+    free_memory(torch.device(device))
 
     with torch.device(device):
         other = transformers.T5ForConditionalGeneration(hf_config(config, transformers.T5Config)).to(dtype).eval()
@@ -226,14 +226,14 @@ def serve(args: argparse.Namespace, device: str) -> tuple[list[dict], list[Headl
     warm = transformers.GenerationConfig(**{**how.to_diff_dict(), "max_new_tokens": 3, "eos_token_id": None})
     with torch.inference_mode():
         other.generate(ids, attention_mask=mask.long(), generation_config=warm)
-        settle(torch.device(device))
+        synchronize(torch.device(device))
         began = time.perf_counter()
         out = other.generate(ids, attention_mask=mask.long(), generation_config=how)
-        settle(torch.device(device))
+        synchronize(torch.device(device))
         theirs_s = time.perf_counter() - began
     assert out.shape[1] == max(wanted) + 1, out.shape
     rows.append(row("transformers, padded batch", sum(wanted), theirs_s) | {"steps": max(wanted)})
-    print(line(rows[-1]), flush=True)
+    print(format_row(rows[-1]), flush=True)
     head = Headline(
         f"T5-large, {count} requests, generated tokens/s", rows[0]["tokens_per_s"], "tokens/s", rows[1]["who"],
         rows[1]["tokens_per_s"],
@@ -300,14 +300,14 @@ def experts(args: argparse.Namespace, device: str) -> tuple[list[dict], list[Hea
             try:
                 for i in range(5):
                     once(i)
-                settle(torch.device(device))
+                synchronize(torch.device(device))
                 spent_s = statistics.median(durations(once, 5 if args.tiny else 30, torch.device(device)))
             except RuntimeError as why:
                 print(f"{who}: {str(why).splitlines()[0]}", flush=True)
                 continue
             rows.append({"who": who, "what": what, "tokens": T, "ms": round(1e3 * spent_s, 3),
                          "difference": round(difference, 5) if who == "colonnade" else None})  # fmt: skip
-            print(line(rows[-1]), flush=True)
+            print(format_row(rows[-1]), flush=True)
     ours_ms = next(each["ms"] for each in rows if each["what"] != "forward")
     best = min((r for r in rows if r["who"] != "colonnade" and r["what"] != "forward"), key=lambda r: r["ms"])
     what = f"experts of Switch-base-8, {T:,} tokens, forward and backward"

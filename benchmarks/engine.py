@@ -29,10 +29,10 @@ import colonnade
 from colonnade.config import ServeConfig
 from colonnade.serve import Engine, SamplingParams
 from colonnade.train.profiler import total_length, union
-from harness.engine_load import Load, Took, announced, drawn, every_size, ours, words
-from harness.paired_timing import turns
+from harness.engine_load import EngineRun, Load, all_batch_sizes, print_run, random_load, run_colonnade, word_tokenizer
+from harness.paired_timing import run_interleaved
 from harness.report import RESULTS, Cell, Headline, report
-from harness.rows import line
+from harness.rows import format_row
 
 
 def peer(tiny: bool) -> Qwen3ForCausalLM:
@@ -51,7 +51,7 @@ def peer(tiny: bool) -> Qwen3ForCausalLM:
         return Qwen3ForCausalLM(config).to(torch.float32 if tiny else torch.bfloat16).eval()
 
 
-def theirs(model: Qwen3ForCausalLM, load: Load, settings: ContinuousBatchingConfig) -> Took:
+def theirs(model: Qwen3ForCausalLM, load: Load, settings: ContinuousBatchingConfig) -> EngineRun:
     generation = GenerationConfig(do_sample=False, max_new_tokens=max(load.counts), eos_token_id=-1, pad_token_id=0)
     # Its graphs are captured before the clock starts, as its own generate_batch does.
     with model.continuous_batching_context_manager(
@@ -70,7 +70,7 @@ def theirs(model: Qwen3ForCausalLM, load: Load, settings: ContinuousBatchingConf
                     raise RuntimeError("transformers' generation thread ended before its work was done")
             elif result.is_finished():
                 found[result.request_id] = list(result.generated_tokens)
-        return announced("transformers", Took(time.perf_counter() - began, [found[i] for i in ids]))
+        return print_run("transformers", EngineRun(time.perf_counter() - began, [found[i] for i in ids]))
 
 
 def idle(engine: Engine, load: Load, skip: int, steps: int) -> float:
@@ -101,7 +101,7 @@ def measure(tiny: bool, requests: int, rounds: int) -> tuple[list[dict[str, Cell
     least, most = (4, 12) if tiny else (100, 1024)
     model = peer(tiny)
     vocab_size = model.config.vocab_size
-    load = drawn(requests, least, most, vocab_size)
+    load = random_load(requests, least, most, vocab_size)
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         mine = colonnade.load(folder, dtype="float32" if tiny else "bfloat16", device="cpu" if tiny else "cuda")
@@ -109,21 +109,21 @@ def measure(tiny: bool, requests: int, rounds: int) -> tuple[list[dict[str, Cell
         max_requests=requests, token_budget=64 if tiny else 8192, cache_bytes=1 << (22 if tiny else 36)
     )  # fmt: skip
     # Random prompts share nothing, except with the previous run of the same load, which must not count.
-    engine = Engine(mine.transformer, words(vocab_size), limits.replace(prefix_cache=False))
-    runs: dict[str, Callable[[int], Took]] = {
-        "colonnade": lambda _: ours(engine, load),
+    engine = Engine(mine.transformer, word_tokenizer(vocab_size), limits.replace(prefix_cache=False))
+    runs: dict[str, Callable[[int], EngineRun]] = {
+        "colonnade": lambda _: run_colonnade(engine, load),
         "transformers": lambda _: theirs(model, load, ContinuousBatchingConfig()),
     }
     print(f"{requests} requests, {sum(map(len, load.prompts))} tokens in, {load.tokens} out", flush=True)
     few = load.first(max(2, requests // 16))
     for what, warm_up in (
-        ("colonnade, some requests", lambda: ours(engine, few)),
-        ("colonnade, every batch size", lambda: ours(engine, every_size(requests))),
+        ("colonnade, some requests", lambda: run_colonnade(engine, few)),
+        ("colonnade, every batch size", lambda: run_colonnade(engine, all_batch_sizes(requests))),
         ("transformers, some requests", lambda: theirs(model, few.short(32), ContinuousBatchingConfig())),
     ):
         print(f"warming up: {what}", flush=True)
         warm_up()
-    took = turns(runs, rounds, warm_up=0)
+    took = run_interleaved(runs, rounds, warm_up=0)
     waits = idle(engine, load, skip=4 if tiny else 100, steps=4 if tiny else 200)
     agree = statistics.mean(
         a == b for a, b in zip(took["colonnade"][0].answers, took["transformers"][0].answers, strict=True)
@@ -144,7 +144,7 @@ def measure(tiny: bool, requests: int, rounds: int) -> tuple[list[dict[str, Cell
                 "agree": round(agree, 4) if who == "colonnade" else None,
             }
         )
-        print(line(rows[-1]), flush=True)
+        print(format_row(rows[-1]), flush=True)
     speed = {row["who"]: float(row["tokens_per_s"] or 0) for row in rows}
     what = f"Engine, {requests} requests of {least} to {most} tokens in and out, Qwen3-0.6B, bfloat16"
     heads = [Headline(what, speed["colonnade"], "tokens/s", "transformers", speed["transformers"])]

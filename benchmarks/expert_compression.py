@@ -33,8 +33,8 @@ from colonnade.model.moe import Routing
 from colonnade.model.weight_only_quant import quantised_parameters
 from colonnade.tune import merge_experts, prune, score_experts, to_dense
 from harness.report import Cell, Headline, folder_of, report
-from harness.rows import line
-from harness.torch_training import update
+from harness.rows import format_row
+from harness.torch_training import training_update
 
 WINDOW, CALIBRATION, RECOVERY = 512, 64, 252
 SHAPE = ModelConfig(
@@ -94,7 +94,7 @@ def train(model: Transformer, text: Text, steps: int, batch: int, teacher: Trans
                 target_TV = teacher(*inputs(windows[:, :-1]), Rows()).log_softmax(1)
             kl = F.kl_div(logits_TV.log_softmax(1), target_TV, reduction="batchmean", log_target=True)
             loss = 0.5 * F.cross_entropy(logits_TV, windows[:, 1:].flatten()) + 0.5 * kl
-        update(model, optimizer, loss)
+        training_update(model, optimizer, loss)
         if step % 250 == 0 or step + 1 == steps:
             print(f"step {step}: {loss.item():.3f}, {time.perf_counter() - began:.0f} s", flush=True)
     model.requires_grad_(False)
@@ -211,7 +211,7 @@ def main(argv: list[str] | None = None) -> None:
                 "kl_nats": round(kl, 4), "seconds": round(time.perf_counter() - began, 1),
             }
         )  # fmt: skip
-        print(line(rows[-1]), flush=True)
+        print(format_row(rows[-1]), flush=True)
         by = {str(row["what"]): float(row["perplexity"] or 0) for row in rows}
         pruned = next((name for name in by if name.startswith("int4") and "keep" in name), None)
         heads = []

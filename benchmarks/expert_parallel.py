@@ -52,7 +52,7 @@ from colonnade.parallel.launch import launch
 from colonnade.train.moe_autotune import OVERLAPS, MoeAutotuner
 from harness.report import Headline, report
 from harness.rows import Row, Rows
-from harness.training_jobs import enough, filled, forget, parser, place, settle
+from harness.training_jobs import device_and_folder, free_memory, has_gpus, make_parser, random_weights, synchronize
 from moe import torch_only
 from moe_layer import SHAPES, TINY, Shape, choices
 
@@ -174,7 +174,7 @@ def timed(once: Callable[[], object], device: torch.device, repeats: int) -> flo
     """Milliseconds: the median on the slowest rank, after two runs to warm up."""
     for _ in range(2):
         once()
-    settle(device)
+    synchronize(device)
     took_s: list[float] = []
     if device.type == "cuda":
         marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
@@ -182,7 +182,7 @@ def timed(once: Callable[[], object], device: torch.device, repeats: int) -> flo
         for mark in marks[1:]:
             once()
             mark.record()
-        settle(device)
+        synchronize(device)
         took_s = [a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(marks)]
     else:
         for _ in range(repeats):
@@ -220,7 +220,7 @@ def work(world: int, task: Task, device: str) -> list[Row]:
                 with DistributedContext.build(plan, device, TIMEOUT) as layout:
                     config = config_of(shape, task.tiny)
                     dtype = torch.float32 if task.tiny else torch.bfloat16
-                    model = filled(Transformer(config, layout.axes, device=layout.device, dtype=dtype))
+                    model = random_weights(Transformer(config, layout.axes, device=layout.device, dtype=dtype))
                     for load in task.loads:
                         spent_s = torch.tensor(time.perf_counter() - began, dtype=torch.float64)
                         if world_axis().max_(spent_s) > task.seconds:  # the same decision on all ranks
@@ -234,7 +234,7 @@ def work(world: int, task: Task, device: str) -> list[Row]:
                                 recorder.add(row)
                         del bench
                     del model
-                forget(context.device)
+                free_memory(context.device)
     return rows
 
 
@@ -264,8 +264,8 @@ def measured(bench: Bench, name: str, shape: Shape, plan: Plan, load: str, model
                     row["cut_ms"] = bench.compute_ms(way, what)
                 yield rounded(row | {"hidden": hidden, "tflops_per_rank": flops / ms / 1e9})
         if plan.etp == 1 and grouped_mm.available:
-            yield rounded(head | {"pass": what} | beside(bench, what) | {"tflops_per_rank": None})
-    yield rounded(head | {"pass": PASSES[1]} | picked(bench, model, both))
+            yield rounded(head | {"pass": what} | measure_peer(bench, what) | {"tflops_per_rank": None})
+    yield rounded(head | {"pass": PASSES[1]} | measure_auto(bench, model, both))
     ways = [
         min((way for way in both if (way.adaptive_r == 0) == gathers), key=both.__getitem__)
         for gathers in (True, False)
@@ -277,7 +277,7 @@ def measured(bench: Bench, name: str, shape: Shape, plan: Plan, load: str, model
                           "switch_cost": mixed / apart - 1})  # fmt: skip
 
 
-def beside(bench: Bench, what: str) -> Row:
+def measure_peer(bench: Bench, what: str) -> Row:
     """The peer's cells, after a check of its result; all ranks reach the same verdict."""
     who = "all_to_all_single + grouped_mm"
     experts = bench.experts
@@ -292,7 +292,7 @@ def beside(bench: Bench, what: str) -> Row:
     return {"who": who, "ms": bench.ms(lambda: bench.plain(both_egD), what, leaves)}
 
 
-def picked(bench: Bench, model: Transformer, both: dict[DispatchOptions, float]) -> Row:
+def measure_auto(bench: Bench, model: Transformer, both: dict[DispatchOptions, float]) -> Row:
     """The choice of auto for this load, and how much slower it is than the best configuration."""
     began = time.perf_counter()
     adaptive = MoeAutotuner(model)
@@ -397,7 +397,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    options = parser(__doc__)
+    options = make_parser(__doc__)
     options.add_argument("--worlds", type=int, nargs="+", help="ranks; 2 4, with --tiny 2")
     options.add_argument("--shapes", nargs="+", choices=SHAPES, help="which experts; all")
     options.add_argument("--loads", nargs="+", choices=("uniform", "zipf"), help="which loads; both")
@@ -411,9 +411,9 @@ def main(argv: list[str] | None = None) -> None:
     args = options.parse_args(argv)
     few = args.tiny or args.quick
     worlds = args.worlds or ([2] if args.tiny else [2, 4])
-    if not enough(args, max(worlds)):
+    if not has_gpus(args, max(worlds)):
         return
-    device, folder, name = place(args)
+    device, folder, name = device_and_folder(args)
     until = time.perf_counter() + 60 * args.minutes
     task = Task(
         tuple(args.shapes or (("qwen3",) if few else SHAPES)),

@@ -45,13 +45,13 @@ from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.serve.package import SLOT_STEP
 from colonnade.serve.sampling_params import SamplingParams
 from harness.report import ROOT, Cell, Headline, folder_of, report
-from harness.rows import figures, line
+from harness.rows import format_row, round_significant
 
 PROMPT, CONTEXT, PREFILL = 24, 1024, 32
 MEASURED = ("first_token_s", "first_token_cpu_s", "step_ms")
 PACKAGES = {"package": "package", "8 bits": "package8"}
 """Their folders."""
-WHO = (*PACKAGES, "eager", "engine", "torch.compile")
+KINDS = (*PACKAGES, "eager", "engine", "torch.compile")
 TINY = ModelConfig(vocab_size=300, layers=2, width=32, heads=4, kv_heads=2, ffn_width=64, context=CONTEXT)
 
 
@@ -106,7 +106,7 @@ def _next_token(who: str, folder: Path) -> Callable[[list[int]], int]:
     return logits
 
 
-def started(who: str, folder: Path, steps: int) -> dict[str, Cell]:
+def run_process(who: str, folder: Path, steps: int) -> dict[str, Cell]:
     """One new process."""
     here = Path(__file__).resolve()
     if who in PACKAGES:
@@ -137,7 +137,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--random", metavar="PRESET", help="a preset with random weights")
     parser.add_argument("--pt2e", choices=("dynamic", "static"), help="measure a package in 8 bits too")
     parser.add_argument("--keep", type=Path, help="folder of the packages")
-    parser.add_argument("--child", choices=WHO)
+    parser.add_argument("--child", choices=KINDS)
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--steps", type=int, default=48)
     parser.add_argument("--rounds", type=int, default=3)
@@ -152,10 +152,10 @@ def main(argv: list[str] | None = None) -> None:
         if args.tiny or args.random:
             config = TINY if args.tiny else preset(args.random)
             context = DistributedContext.solo(torch.device("cpu"))
-            from harness.engine_load import words
+            from harness.engine_load import word_tokenizer
 
             whole = initialise(Transformer(config), 0).requires_grad_(False)
-            model = api.Model(whole, words(config.vocab_size), context, "random")
+            model = api.Model(whole, word_tokenizer(config.vocab_size), context, "random")
         else:
             model = api.load("smollm2", device="cpu", dtype="float32")
         if not (folder / "model").exists():
@@ -177,23 +177,23 @@ def main(argv: list[str] | None = None) -> None:
                 notes += f"; {kind} exported in {time.perf_counter() - began:.0f} s"
         del model
         steps, rounds = (4, 1) if args.tiny else (args.steps, args.rounds)
-        started("torch.compile", folder, steps)  # fills Inductor's cache
-        measured = [who for who in WHO if args.pt2e or who != "8 bits"]
+        run_process("torch.compile", folder, steps)  # fills Inductor's cache
+        measured = [who for who in KINDS if args.pt2e or who != "8 bits"]
         runs: dict[str, list[dict[str, Cell]]] = {who: [] for who in measured}
         for _ in range(rounds):
             for who in measured:
-                if one := started(who, folder, steps):
+                if one := run_process(who, folder, steps):
                     runs[who].append(one)
-                    print(who, line({key: one[key] for key in MEASURED}), flush=True)
+                    print(who, format_row({key: one[key] for key in MEASURED}), flush=True)
         rows: list[dict[str, Cell]] = []
         for who in (who for who in measured if runs[who]):
             row: dict[str, Cell] = {"who": who}
             for key in MEASURED:
-                row[key] = figures(statistics.median(float(one[key] or 0) for one in runs[who]))
+                row[key] = round_significant(statistics.median(float(one[key] or 0) for one in runs[who]))
             row["disk_mb"] = round(_bytes_of(folder / PACKAGES.get(who, "model")) / 1e6, 1)
             row["same_tokens"] = runs[who][0]["tokens"] == runs["package"][0]["tokens"]
             rows.append(row)
-            print(line(row), flush=True)
+            print(format_row(row), flush=True)
         report(name, rows, notes=notes, headlines=_headlines(rows), folder=out)
 
 

@@ -18,7 +18,7 @@ from colonnade.config import LoraConfig, TrainConfig, TuneConfig
 from colonnade.train.trackers import read_rows
 from colonnade.tune.tuner import Tuner, tuned_run
 from harness.report import RESULTS, ROOT, Cell, Headline, report
-from harness.rows import line
+from harness.rows import format_row
 
 EXAMPLES = ROOT / "examples"
 PICTURE = ROOT / "docs" / "assets" / "finetune_curves.png"
@@ -81,7 +81,7 @@ def main(argv: list[str] | None = None) -> None:
         for method in args.methods:
             mine = run(method, Path(name), args.model, args.steps)
             rows += mine
-            print(line(mine[-1]), flush=True)
+            print(format_row(mine[-1]), flush=True)
             heads.append(
                 Headline(f"SmolLM2-135M by {method}, {len(mine)} steps", float(mine[0]["cpu_s"] or 0), "CPU s")
             )

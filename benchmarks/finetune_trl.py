@@ -39,7 +39,7 @@ from colonnade.tune.grpo import RewardFeed
 from colonnade.tune.rollout_engine import copy_weights
 from colonnade.tune.tuner import Tuner, tuned_run
 from harness.report import Cell, Headline, folder_of, report
-from harness.rows import line
+from harness.rows import format_row
 
 SIZES = {"toy": (2, 64, 2), "cpu": (6, 384, 6), "cuda": (16, 2048, 16)}
 """Layers, width, heads."""
@@ -241,7 +241,7 @@ def measure(size: str, device: str, steps: int) -> tuple[list[dict[str, Cell]], 
                 what = "SFT with LoRA" if method == "lora" else "SFT"
                 heads.append(Headline(f"{what}, 8 conversations a step", rates[0], "tokens/s", "TRL", rates[1]))
             rows.append(row)
-            print(line(row), flush=True)
+            print(format_row(row), flush=True)
     our_side.close()
     peer_side.close()
     return rows, heads

@@ -32,8 +32,8 @@ import torch
 from colonnade.kernels.attention import decode_tiles
 from decoding import chunked_prefill, kv8, latents, shared_prefix, sweep
 from decoding.decode_cells import Cell, read_bandwidth
-from decoding.peers import best_peer, measured
-from decoding.tune import tune, tune_eight
+from decoding.peers import best_peer, measure_cell
+from decoding.tune import tune, tune_8_bit
 from harness.report import ROOT, Headline, folder_of, report
 from harness.rows import Rows
 
@@ -62,7 +62,7 @@ def table(cells: Sequence[tuple[int, int]], device: str, read: float, args: argp
     rows = []
     for B, S in cells:
         cell = Cell((S,) * B, page=16 if args.tiny else 256)
-        rows += measured(cell, device, read, flex=args.flex, chunk=args.fixed_cuts, floor=True)
+        rows += measure_cell(cell, device, read, flex=args.flex, chunk=args.fixed_cuts, floor=True)
     return rows
 
 
@@ -162,7 +162,7 @@ def main(argv: list[str] | None = None) -> None:
     read = read_bandwidth(device)
     print(f"read bandwidth {read / 1e12:.3g} TB/s", flush=True)
     if args.tune_eight:
-        tune_eight(args.tiles, args.widths)
+        tune_8_bit(args.tiles, args.widths)
         return
     if args.tune:
         tune(read, args.tiles, args.widths)

@@ -23,7 +23,17 @@ from collections.abc import Sequence
 from colonnade.config import ModelConfig, Plan
 from colonnade.config.presets import preset
 from harness.report import Headline, report
-from harness.training_jobs import FAST, PLAIN, Job, Row, enough, parser, place, series, share_of_linear
+from harness.training_jobs import (
+    FAST,
+    PLAIN,
+    Job,
+    Row,
+    device_and_folder,
+    has_gpus,
+    make_parser,
+    run_jobs,
+    share_of_linear,
+)
 
 TINY_LLAMA = ModelConfig(vocab_size=211, layers=2, width=32, heads=4, kv_heads=2, ffn_width=48, context=64)
 TINY_GPT2 = preset("gpt2").replace(vocab_size=211, layers=2, width=32, heads=4, ffn_width=64, context=64)
@@ -78,20 +88,20 @@ def scaled(rows: Sequence[Row]) -> tuple[list[Row], list[Headline]]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    options = parser(__doc__)
+    options = make_parser(__doc__)
     options.add_argument("--part", choices=["llama", "scaling"], help="run one half only")
     options.add_argument("--ranks", type=int, help="of the llama part; 4, with --tiny 2")
     options.add_argument("--worlds", type=int, nargs="+", help="of the scaling part; 1 2 4, with --tiny 1 2")
     args = options.parse_args(argv)
     ranks, worlds = args.ranks or (2 if args.tiny else 4), args.worlds or ([1, 2] if args.tiny else [1, 2, 4])
-    if not enough(args, max(ranks, *worlds)):
+    if not has_gpus(args, max(ranks, *worlds)):
         return
-    device, folder, name = place(args)
+    device, folder, name = device_and_folder(args)
     if args.part != "scaling":
-        rows = series(llama_jobs(args.tiny, ranks), device, args.keep)
+        rows = run_jobs(llama_jobs(args.tiny, ranks), device, args.keep)
         report(f"fsdp_llama_{name}", rows, __doc__ or "", headlines=llama_heads(rows), folder=folder)
     if args.part != "llama":
-        rows, heads = scaled(series(scaling_jobs(args.tiny, worlds), device, args.keep))
+        rows, heads = scaled(run_jobs(scaling_jobs(args.tiny, worlds), device, args.keep))
         report(f"fsdp_scaling_{name}", rows, __doc__ or "", headlines=heads, folder=folder)
 
 

@@ -21,7 +21,7 @@ from colonnade.kernels.linear.gptq_columns import Rounding
 from colonnade.kernels.registry import choose
 from harness.clock import Clock
 from harness.report import Cell, Headline, folder_of, report
-from harness.rows import figures, line
+from harness.rows import format_row, round_significant
 
 SHAPES = {
     "SmolLM2-135M, q, k and v": (960, 576),
@@ -59,10 +59,11 @@ def measure(name: str, shape: tuple[int, int], kind: str, device: str, kernels: 
         block_s = clock.median(lambda run=run: run(w_FD[:, first].clone(), u_CC, block_rounding), 0.5)
         rows.append({
             "matrix": name, "outputs": outputs, "inputs": inputs, "kind": kind, "kernel": kernel,
-            "block_ms": figures(1e3 * block_s), "matrix_ms": figures(1e3 * clock.median(lambda run=run: whole(run), 1)),
+            "block_ms": round_significant(1e3 * block_s),
+            "matrix_ms": round_significant(1e3 * clock.median(lambda run=run: whole(run), 1)),
             "same": round(float((q_FD == want_FD).float().mean()), 5),
         })  # fmt: skip
-        print(line(rows[-1]), flush=True)
+        print(format_row(rows[-1]), flush=True)
     return rows
 
 

@@ -22,9 +22,9 @@ from colonnade.config.presets import preset
 from colonnade.model import Transformer, initialise
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.serve.sampling_params import SamplingParams
-from harness.engine_load import words
+from harness.engine_load import word_tokenizer
 from harness.report import Cell, Headline, folder_of, report
-from harness.rows import figures, line
+from harness.rows import format_row, round_significant
 
 MODELS = ("smollm2-135m", "gpt2-medium")
 TINY = ModelConfig(vocab_size=300, layers=2, width=64, heads=4, kv_heads=2, ffn_width=128, context=128)
@@ -37,7 +37,7 @@ def measure(config: ModelConfig, steps: int) -> dict[str, Cell]:
     whole = initialise(Transformer(config), 0).requires_grad_(False)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "model"
-        api.save(api.Model(whole, words(config.vocab_size), context, "random"), folder)
+        api.save(api.Model(whole, word_tokenizer(config.vocab_size), context, "random"), folder)
         del whole
         models = {form: api.load(folder, device="cpu", dtype="float32", weights=form) for form in FORMATS}
     params = SamplingParams(temperature=0, max_tokens=steps + 4, ignore_eos=True)
@@ -54,8 +54,8 @@ def measure(config: ModelConfig, steps: int) -> dict[str, Cell]:
                 took[form].append(time.perf_counter() - began)
     ratios = [fast / slow for slow, fast in zip(took["stored"], took["int8_dynamic"], strict=True)]
     return {
-        **{f"{form}_ms": figures(1e3 * statistics.median(times)) for form, times in took.items()},
-        "ratio": figures(statistics.median(ratios)),
+        **{f"{form}_ms": round_significant(1e3 * statistics.median(times)) for form, times in took.items()},
+        "ratio": round_significant(statistics.median(ratios)),
     }
 
 
@@ -72,7 +72,7 @@ def main(argv: list[str] | None = None) -> None:
             torch.set_num_threads(threads)
             measured = measure(TINY if args.tiny else preset(name), 4 if args.tiny else 40)
             rows.append({"model": name, "threads": threads, **measured})
-            print(line(rows[-1]), flush=True)
+            print(format_row(rows[-1]), flush=True)
             heads = [
                 Headline(f"Step with --int8, {row['model']}, a thread", float(row["int8_dynamic_ms"] or 0), "ms",
                          "float32", float(row["stored_ms"] or 0))

@@ -28,7 +28,7 @@ from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.train.training_state import TrainingState
 from colonnade.tune.tuner import Tuner, tuned_run
 from harness.report import Cell, Headline, folder_of, report
-from harness.rows import line
+from harness.rows import format_row
 
 SHAPES = {"7b": (32, 4096, 11008, 32, 32000), "toy": (2, 64, 172, 2, 512)}
 """Layers, width, feed-forward width, heads, vocabulary."""
@@ -127,7 +127,7 @@ def main(argv: list[str] | None = None) -> None:
         (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in data))
         for base in ("int4", "stored"):
             rows.append(measure(folder, base, args.device, tokens, args.steps))
-            print(line(rows[-1]), flush=True)
+            print(format_row(rows[-1]), flush=True)
     head = Headline("LoRA on a 7B base in int4, 1,024 tokens: peak memory", float(rows[0]["peak_gib"] or 0), "GiB")
     report("lora_memory_gpu", rows, notes=__doc__ or "", headlines=[head], folder=folder_of(args.out, toy=args.toy))
 

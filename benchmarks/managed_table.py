@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from colonnade.nn.managed_table import BUCKETS, ManagedTable
 from colonnade.nn.table_prefetch import prefetched
 from harness.report import Cell, Headline, folder_of, report
-from harness.rows import line
+from harness.rows import format_row
 
 IDS, ROWS, BATCH, EVERY = 200_000, 20_032, 20_000, 5
 """Of the measurement of hits: ids, rows of the table, ids in a batch, steps between evictions."""
@@ -60,7 +60,7 @@ def zipf(ids: int, batch: int, count: int, seed: int = 0, exponent: float = 1.1)
     return [torch.from_numpy(np.searchsorted(cumulative, random.random(batch)) * 7919) for _ in range(count)]
 
 
-def hits() -> dict[str, Cell]:
+def hit_rate() -> dict[str, Cell]:
     table = ManagedTable(ROWS, 2, every=EVERY)
     spent: list[float] = []
     for step, batch in enumerate(zipf(IDS, BATCH, 60)):
@@ -75,7 +75,7 @@ def hits() -> dict[str, Cell]:
 
 
 def torchrec_hits() -> dict[str, Cell] | None:
-    """As :func:`hits`, with TorchRec's managed collisions, where that is installed."""
+    """As :func:`hit_rate`, with TorchRec's managed collisions, where that is installed."""
     try:
         from torchrec.modules.mc_modules import (  # pyrefly: ignore[missing-import] - a peer
             LFU_EvictionPolicy,
@@ -197,9 +197,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, help="folder of the JSON file")
     args = parser.parse_args(argv)
     peer = torchrec_hits()
-    rows = [hits(), *([peer] if peer else []), hidden(SIZES["toy" if args.toy else args.device], args.device)]
+    rows = [hit_rate(), *([peer] if peer else []), hidden(SIZES["toy" if args.toy else args.device], args.device)]
     for row in rows:
-        print(line(row), flush=True)
+        print(format_row(row), flush=True)
     ours, theirs = (float(each["of_best"] or 0) if each else None for each in (rows[0], peer))
     heads = [
         Headline("Managed table: hits of the best possible", ours or 0.0, "", "TorchRec" if peer else "", theirs),

@@ -21,7 +21,7 @@ from colonnade.parallel.fsdp import Masters, ShardedMasters, UnshardedMasters
 from colonnade.train.optimizer import AdamW
 from colonnade.train.train_step import TrainStep
 from harness.report import Cell, report
-from harness.rows import line
+from harness.rows import format_row
 
 MODEL = ModelConfig(vocab_size=4096, layers=6, width=192, heads=6, kv_heads=3, ffn_width=512, context=256, tied=True)
 SHAPES = ((1, 2, 128), (1, 8, 256), (4, 2, 256))  # micro-batches, samples in each, tokens in each
@@ -74,7 +74,7 @@ def main() -> None:
                         "fsdp_over_whole": round(statistics.median(b / a for a, b in pairs), 3),
                     }
                 )
-                print(line(rows[-1]), flush=True)
+                print(format_row(rows[-1]), flush=True)
     report("masters_cpu", rows, notes=f"{MODEL.parameters / 1e6:.2f} M parameters, one thread, median of {PAIRS} pairs")
 
 

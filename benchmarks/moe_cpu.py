@@ -23,7 +23,7 @@ from transformers.models.olmoe.configuration_olmoe import OlmoeConfig
 from colonnade.kernels.experts.loop import down_column_major
 from colonnade.kernels.experts.reference import Weights
 from colonnade.kernels.registry import choose
-from harness.paired_timing import Neighbours, timed, turns
+from harness.paired_timing import OtherProcesses, run_interleaved, wall_clock
 from harness.report import Cell, Headline, folder_of, report
 
 
@@ -114,7 +114,7 @@ def measure(name: str, shape: Shape, dtype: torch.dtype, T: int, rounds: int, *,
         for who, run in runs.items():
             error = float((run(*inputs[0]).float() - exact).norm() / exact.norm())
             assert error < (1e-5 if dtype == torch.float32 else 2e-2), f"{who} computes something else: {error:.1e}"
-    times = turns({who: timed(step(run)) for who, run in runs.items()}, rounds)
+    times = run_interleaved({who: wall_clock(step(run)) for who, run in runs.items()}, rounds)
     best = {who: statistics.median(took) for who, took in times.items()}
     return [
         {
@@ -144,7 +144,7 @@ def main() -> None:
     parser.add_argument("--no-report", action="store_true", help="print only; write no result")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    neighbours, rows = Neighbours(), []
+    neighbours, rows = OtherProcesses(), []
     for name in args.shapes:
         for dtype in args.dtypes:
             for T in args.tokens:

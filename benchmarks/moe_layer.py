@@ -45,7 +45,7 @@ from harness.clock import Clock
 from harness.report import Headline, folder_of, report
 from harness.rows import Row, Rows
 from moe.layer_profile import lines, timeline
-from moe.layer_share import layer_of, measured, report_lines
+from moe.layer_share import layer_of, measure_shares, report_lines
 
 
 class Shape(NamedTuple):
@@ -202,7 +202,7 @@ def measure(
                     part = None
                     if (who, load) == ("colonnade", "uniform"):
                         layer = layer_of(shape.A, weights)
-                        part = round(measured(layer, x_TD, back=step != "forward", gpu=clock.gpu).share, 3)
+                        part = round(measure_shares(layer, x_TD, back=step != "forward", gpu=clock.gpu).share, 3)
                 except FAILURES as why:  # pyrefly: ignore[not-a-type]
                     rows.add(head | {"pass": step, "failed": reason(why)})
                     torch.cuda.empty_cache()
@@ -251,7 +251,7 @@ def show_shares(name: str, shape: Shape, args: argparse.Namespace) -> None:
         if step == "forward" or T >= 1024 or args.tiny:
             x_TD = torch.randn(T, shape.D, generator=torch.Generator().manual_seed(T)).bfloat16().to(args.device)
             print(f"{name}, {T} tokens, {step}:", flush=True)
-            for line in report_lines(measured(layer, x_TD, back=step != "forward", gpu=args.device == "cuda")):
+            for line in report_lines(measure_shares(layer, x_TD, back=step != "forward", gpu=args.device == "cuda")):
                 print(line, flush=True)
 
 

@@ -85,7 +85,7 @@ def trained(run: RunConfig, method: str, seed: int) -> Run:
     return result
 
 
-def dead(run: Run) -> tuple[int, int]:
+def dead_experts(run: Run) -> tuple[int, int]:
     """(dead experts, experts) of all layers."""
     last = run.loads[-max(1, len(run.loads) // 10) :]
     layers = [name for name in last[0] if name != "step"]
@@ -108,7 +108,7 @@ def summary(run: Run, config: ModelConfig, sequence: int) -> Row:
     }  # fmt: skip
     if config.moe is None:
         return row
-    idle, experts = dead(run)
+    idle, experts = dead_experts(run)
     tail = [it for it in run.curve if "moe/entropy" in it]
     tail = tail[-max(1, len(tail) // 10) :]
     return row | {
@@ -118,7 +118,7 @@ def summary(run: Run, config: ModelConfig, sequence: int) -> Row:
     }  # fmt: skip
 
 
-def judge(rows: Sequence[Row]) -> str:
+def summarise_methods(rows: Sequence[Row]) -> str:
     """Which model has the lower held-out loss, seed by seed."""
     by_model = {
         name: {row["seed"]: float(row["validation_loss"] or 0) for row in rows if row["model"] == name and of(row)}
@@ -234,7 +234,7 @@ def main(argv: list[str] | None = None) -> None:
             rows.add(summary(runs[-1], model, sequence))
     tokens = batch * sequence * args.steps
     title = f"{rows[1]['mflop_per_token']} MFLOP a token, {tokens / 1e6:.1f} M tokens"
-    verdict = judge(rows)
+    verdict = summarise_methods(rows)
     print(verdict, flush=True)
     draw(runs, title, folder / f"{name}.png")
     losses = {

@@ -41,8 +41,8 @@ from colonnade.tune import score_experts, to_dense
 from colonnade.tune.to_dense import dense_config
 from expert_compression import Text, inputs, read
 from harness.report import Cell, Headline, folder_of, report
-from harness.rows import line
-from harness.torch_training import update
+from harness.rows import format_row
+from harness.torch_training import training_update
 
 SWITCH_ROW = "Switch's way"
 STUDENTS: dict[str, tuple[str, DistillLoss | None]] = {
@@ -87,7 +87,7 @@ class Training:
             for group in optimizer.param_groups:
                 group["lr"] = RATE * min(1, (step + 1) / 50) * (0.55 + 0.45 * math.cos(math.pi * step / self.steps))
             windows = self.text.train[torch.randint(len(self.text.train), (self.batch,), generator=generator)]
-            update(model, optimizer, self._loss(model, windows, teacher, how))
+            training_update(model, optimizer, self._loss(model, windows, teacher, how))
             if (step + 1) % self.every == 0 or step + 1 == self.steps:
                 nats = held_out_nats(model, self.text)
                 if nats < least:
@@ -153,7 +153,7 @@ def trained(job: tuple[int, str, dict[str, Tensor]], args: argparse.Namespace) -
         "what": what, "seed": seed, "start_nats": round(first, 3), "nats": round(nats, 4),
         "cpu_seconds": round(time.process_time() - began, 1),
     }  # fmt: skip
-    print(line(row), flush=True)
+    print(format_row(row), flush=True)
     return row, model.state_dict()
 
 

@@ -34,7 +34,7 @@ from harness.report import Cell, Headline, folder_of, report
 LIMIT = 0.02
 LIMITS = {"float8 tensorwise": 0.04}
 """Exceptions to :data:`LIMIT`."""
-REACH = 10
+WINDOW_STEPS = 10
 TOO_HIGH = 2.0**40
 RECOVERY = "recovery"
 COLOURS = {"bfloat16": "#1f2933", "float16": "#2f6fb3", "float8 tensorwise": "#d98e04", "float8 rowwise": "#d1495b"}
@@ -64,7 +64,7 @@ def trained(run: RunConfig) -> Curve:
 def difference(curve: Curve, reference: Curve) -> list[float]:
     """The smoothed difference of two loss curves by step."""
     gaps = [mine["loss"] - theirs["loss"] for mine, theirs in zip(curve, reference, strict=True)]
-    return moving_average(gaps, REACH)
+    return moving_average(gaps, WINDOW_STEPS)
 
 
 def draw(curves: dict[str, Curve], recovery: Curve, title: str, path: Path) -> None:
@@ -74,7 +74,9 @@ def draw(curves: dict[str, Curve], recovery: Curve, title: str, path: Path) -> N
     losses, gaps, falls = figure.subplots(3, 1, height_ratios=[3, 2, 2])
     for name, curve in curves.items():
         steps = [row["step"] for row in curve]
-        losses.plot(steps, moving_average([row["loss"] for row in curve], REACH), color=COLOURS[name], label=name)
+        losses.plot(
+            steps, moving_average([row["loss"] for row in curve], WINDOW_STEPS), color=COLOURS[name], label=name
+        )
         if name != "bfloat16":
             gaps.plot(steps, difference(curve, curves["bfloat16"]), color=COLOURS[name], label=name)
     for limit in (-LIMIT, LIMIT):
@@ -163,7 +165,7 @@ def judge(model: ModelConfig, run: RunConfig, curves: dict[str, Curve], recovery
 
 def summary(name: str, curve: Curve) -> dict[str, Cell]:
     """A row of the table: smoothed losses at a few steps; the plot has the complete curves."""
-    losses = moving_average([row["loss"] for row in curve if "loss" in row], REACH)
+    losses = moving_average([row["loss"] for row in curve if "loss" in row], WINDOW_STEPS)
     rates = [row["tokens_per_s"] for row in curve if "tokens_per_s" in row]
     quarters = {
         f"loss_at_{share}_percent": round(losses[(len(losses) - 1) * share // 100], 4) for share in (25, 50, 75)

@@ -26,7 +26,7 @@ from colonnade.serve.sampling_params import SamplingParams
 from colonnade.serve.work import Slice, Work
 from harness.clock import Clock
 from harness.report import RESULTS, Cell, Headline, report
-from harness.rows import line
+from harness.rows import format_row
 
 TINY = ModelConfig(vocab_size=97, layers=2, width=32, heads=4, kv_heads=2, ffn_width=48, context=128, family="llama")
 PAGE = 64
@@ -98,7 +98,7 @@ def measure(name: str, tokens: int, device: str) -> tuple[list[dict[str, Cell]],
                 "product_tflops": round(ceiling / 1e12, 1),
             }
         )
-        print(line(rows[-1]), f"({time.perf_counter() - began:.0f} s)", flush=True)
+        print(format_row(rows[-1]), f"({time.perf_counter() - began:.0f} s)", flush=True)
     speed = [float(row["tokens_per_s"] or 0) for row in rows]
     return rows, [Headline(f"Prefill {name}, {tokens} tokens", speed[0], "tokens/s", "transformers", speed[1])]
 

@@ -17,9 +17,9 @@ from torch.nn import functional as F
 
 from colonnade.kernels.linear import reference
 from colonnade.kernels.linear.quantise import Quantised, quantise
-from decoding.decode_cells import read_bandwidth, replayed
+from decoding.decode_cells import graph_seconds, read_bandwidth
 from harness.report import RESULTS, Cell, Headline, report
-from harness.rows import line
+from harness.rows import format_row
 
 SHAPES = {"qkv": (12288, 4096), "out": (4096, 4096), "up": (11008, 4096), "down": (4096, 11008)}
 COLD_BYTES = 2**28
@@ -40,13 +40,13 @@ def measure(rows: list[int], tune: bool) -> list[dict[str, Cell]]:
         plain = torch.randn(outputs, inputs, device="cuda", dtype=torch.bfloat16)
         x = torch.randn(T, inputs, device="cuda", dtype=torch.bfloat16)
         stored = plain.expand(max(2, COLD_BYTES // plain.nbytes), -1, -1).contiguous()
-        base_s = replayed(lambda i: F.linear(x, stored[i]), len(stored), "cuda")  # noqa: B023 - called at once
+        base_s = graph_seconds(lambda i: F.linear(x, stored[i]), len(stored), "cuda")  # noqa: B023 - called at once
         found.append(_row(name, T, "bfloat16", base_s, plain.nbytes, bandwidth, base_s))
         for kind in ("int8", "int4", "float8"):
             each = copies_of(quantise(plain, kind, 64))
-            s = replayed(lambda i: skinny_gemm.quantised_linear(x, each[i]), len(each), "cuda")  # noqa: B023
+            s = graph_seconds(lambda i: skinny_gemm.quantised_linear(x, each[i]), len(each), "cuda")  # noqa: B023
             found.append(_row(name, T, kind, s, each[0].nbytes, bandwidth, base_s))
-            print(line(found[-1]), flush=True)
+            print(format_row(found[-1]), flush=True)
             if not tune:
                 continue
             tried = []
@@ -55,7 +55,7 @@ def measure(rows: list[int], tune: bool) -> list[dict[str, Cell]]:
             for out, column, warps, stages, splits in itertools.product(outs, columns, (2, 4, 8), (2, 4), (1, 2, 4, 8)):
                 tiles = SplitKTiles(out, column, warps, stages)
                 try:
-                    s = replayed(lambda i: skinny_gemm.split_k(x, each[i], tiles, splits), len(each), "cuda")  # noqa: B023
+                    s = graph_seconds(lambda i: skinny_gemm.split_k(x, each[i], tiles, splits), len(each), "cuda")  # noqa: B023
                 except Exception as why:  # noqa: BLE001 - some tiles are too large for the GPU
                     print(tiles, splits, str(why).splitlines()[0][:80])
                     continue

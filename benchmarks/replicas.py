@@ -24,10 +24,10 @@ from pathlib import Path
 import httpx
 
 from colonnade.data.readers import sotu_documents
-from harness.paired_timing import Neighbours, timed, turns
+from harness.paired_timing import OtherProcesses, run_interleaved, wall_clock
 from harness.report import RESULTS, Cell, Headline, report
-from harness.rows import line
-from harness.served import served
+from harness.rows import format_row
+from harness.served import running_server
 
 CLIENTS, TOKENS = 16, 32
 GROUPS, TURNS = 6, 3
@@ -42,7 +42,7 @@ def server(replicas: int, cores: set[int]) -> Iterator[str]:
     with ExitStack() as stack:
         os.sched_setaffinity(0, cores)
         try:
-            url, _ = stack.enter_context(served("smollm2", *flags))
+            url, _ = stack.enter_context(running_server("smollm2", *flags))
         finally:
             os.sched_setaffinity(0, before)
         yield url
@@ -94,7 +94,7 @@ def hit_rate(url: str, groups: int, offset: int) -> float:
 
 
 def measure(requests: int, groups: int, rounds: int) -> tuple[list[dict[str, Cell]], list[Headline], str]:
-    cores, neighbours = sorted(os.sched_getaffinity(0)), Neighbours()
+    cores, neighbours = sorted(os.sched_getaffinity(0)), OtherProcesses()
     count = len(cores)
     if count < 2:
         raise SystemExit("this benchmark needs two cores; it may use one")
@@ -110,10 +110,12 @@ def measure(requests: int, groups: int, rounds: int) -> tuple[list[dict[str, Cel
 
         def asked(who: str) -> Callable[[int], float]:
             clients, each = CLIENTS * used[who], requests * used[who]
-            return timed(lambda i: asyncio.run(generate(urls[who], clients, each, i * each)))
+            return wall_clock(lambda i: asyncio.run(generate(urls[who], clients, each, i * each)))
 
-        seconds = turns({who: asked(who) for who in urls}, rounds)
-        rates = turns({who: lambda i, url=urls[who]: hit_rate(url, groups, i * groups) for who in (one, many)}, rounds)
+        seconds = run_interleaved({who: asked(who) for who in urls}, rounds)
+        rates = run_interleaved(
+            {who: lambda i, url=urls[who]: hit_rate(url, groups, i * groups) for who in (one, many)}, rounds
+        )
     rows: list[dict[str, Cell]] = []
     for who, times in seconds.items():
         median = statistics.median(times)
@@ -127,7 +129,7 @@ def measure(requests: int, groups: int, rounds: int) -> tuple[list[dict[str, Cel
                 "clients": used[who] * CLIENTS,
             }
         )
-        print(line(rows[-1]), flush=True)
+        print(format_row(rows[-1]), flush=True)
     by_name = {str(row["who"]): row for row in rows}
     heads = [
         Headline(f"SmolLM2 on a CPU, {many}, {CLIENTS} clients a core", by_name[many]["tokens_per_s"], "tokens/s",

@@ -21,9 +21,9 @@ from colonnade.kernels.device import upload
 from colonnade.serve import SamplingParams
 from colonnade.serve.sample_args import SampleArgs
 from colonnade.serve.sampler import NOT_FINITE, kernel_args, sample
-from harness.paired_timing import turns
+from harness.paired_timing import run_interleaved
 from harness.report import RESULTS, Cell, Headline, report
-from harness.rows import figures, line
+from harness.rows import format_row, round_significant
 
 FILTERS = {"none": {}, "top-p 0.9": {"top_p": 0.9}, "top-k 50": {"top_k": 50}, "both": {"top_k": 50, "top_p": 0.9}}
 VOCAB, REPEATS = 151_936, 10
@@ -55,13 +55,15 @@ def measure(tiny: bool, rounds: int) -> tuple[list[dict[str, Cell]], list[Headli
                 "sorting": partial(sampling.sample, logits_RV, args_RA, NOT_FINITE),
             }
             same = (runs["ours"]() == runs["sorting"]()).float().mean().item()
-            times = turns({who: partial(call_us, run, 1 if tiny else REPEATS) for who, run in runs.items()}, rounds)
+            times = run_interleaved(
+                {who: partial(call_us, run, 1 if tiny else REPEATS) for who, run in runs.items()}, rounds
+            )
             ours, theirs = (statistics.median(times[who]) for who in runs)
             rows.append(
-                {"rows": R, "filter": name, "ours_us": figures(ours, 3), "sorting_us": figures(theirs, 3),
-                 "ratio": figures(theirs / ours, 3), "same_tokens": figures(same, 4)}
+                {"rows": R, "filter": name, "ours_us": round_significant(ours, 3),
+                 "sorting_us": round_significant(theirs, 3), "ratio": round_significant(theirs / ours, 3), "same_tokens": round_significant(same, 4)}
             )  # fmt: skip
-            print(line(rows[-1]), flush=True)
+            print(format_row(rows[-1]), flush=True)
             heads.append(Headline(f"Sampling of {R} rows, filter: {name}", ours, "µs", "sorting", theirs))
     return rows, heads
 

@@ -35,10 +35,10 @@ from colonnade.config.presets import preset
 from colonnade.data.readers import sotu_documents
 from colonnade.model import Transformer, initialise
 from colonnade.parallel.distributed_context import DistributedContext
-from harness.paired_timing import Neighbours, timed, turns
+from harness.paired_timing import OtherProcesses, run_interleaved, wall_clock
 from harness.report import RESULTS, Cell, Headline, report
-from harness.rows import line
-from harness.served import served
+from harness.rows import format_row
+from harness.served import running_server
 
 CLIENTS = 16
 SIZES = (1, 2, 4, 8, 16, 32, 64)
@@ -139,7 +139,7 @@ def check(url: str, peer: Peer, texts: Sequence[str]) -> float:
 def measured(pid: int, run: Callable[[], object], _: int) -> tuple[float, float]:
     """Wall-clock and CPU seconds of ``run``; the latter are those of the process ``pid`` and its children."""
     before = cpu_s(pid)
-    return timed(lambda _: run())(0), cpu_s(pid) - before
+    return wall_clock(lambda _: run())(0), cpu_s(pid) - before
 
 
 def measure(task: str, sizes: Sequence[int], count: int, rounds: int) -> list[dict[str, Cell]]:
@@ -149,7 +149,7 @@ def measure(task: str, sizes: Sequence[int], count: int, rounds: int) -> list[di
     with tempfile.TemporaryDirectory() as temporary:
         folder = find_packaged("minilm") if task == "embed" else classifier(Path(temporary))
         peer = Peer(folder, task)
-        with served(folder, "--serve.log", "off") as (address, pid):
+        with running_server(folder, "--serve.log", "off") as (address, pid):
             url, here = address + PATHS[task], os.getpid()
             error = check(url, peer, texts[:64])
             encoding = "base64" if task == "embed" else None
@@ -162,7 +162,7 @@ def measure(task: str, sizes: Sequence[int], count: int, rounds: int) -> list[di
                 measured, here, partial(peer.rows, by_length, SORTED_BATCH)
             )
             names = {f"{who}, {size}": (who, size) for who, size in runs}
-            seconds = turns({name: runs[key] for name, key in names.items()}, rounds)
+            seconds = run_interleaved({name: runs[key] for name, key in names.items()}, rounds)
     rows: list[dict[str, Cell]] = []
     for name, (who, size) in names.items():
         walls = [wall_s for wall_s, _ in seconds[name]]
@@ -182,7 +182,7 @@ def measure(task: str, sizes: Sequence[int], count: int, rounds: int) -> list[di
                 "threads": torch.get_num_threads(),
             }
         )
-        print(line(rows[-1]), flush=True)
+        print(format_row(rows[-1]), flush=True)
     return rows
 
 
@@ -207,7 +207,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the JSON file")
     parser.add_argument("--tiny", action="store_true", help="few texts; writes no record")
     args = parser.parse_args(argv)
-    neighbours, rows = Neighbours(), list[dict[str, Cell]]()
+    neighbours, rows = OtherProcesses(), list[dict[str, Cell]]()
     for task in args.tasks:
         rows += measure(task, args.sizes, 32 if args.tiny else args.texts, 1 if args.tiny else args.rounds)
         if not args.tiny:

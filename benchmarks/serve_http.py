@@ -32,10 +32,10 @@ from colonnade.data.tokenizer import Tokenizer
 from colonnade.model import Transformer, initialise
 from colonnade.parallel.axis import SOLO_AXES
 from colonnade.parallel.distributed_context import DistributedContext
-from harness.paired_timing import Neighbours, turns
+from harness.paired_timing import OtherProcesses, run_interleaved
 from harness.report import RESULTS, ROOT, Cell, Headline, report
-from harness.rows import figures, line
-from harness.served import served
+from harness.rows import format_row, round_significant
+from harness.served import running_server
 
 CLIENTS = (1, 8, 64)
 TOKENS = 200
@@ -107,15 +107,17 @@ def measure(
         servers = {}
         for who, (root, fronts) in servers_of.items():
             flags = ("--serve.fronts", str(fronts)) if fronts > 1 else ()
-            url, pid = stack.enter_context(served(model, *flags, root=root, OMP_NUM_THREADS="1"))
+            url, pid = stack.enter_context(running_server(model, *flags, root=root, OMP_NUM_THREADS="1"))
             servers[who] = pid, int(url.rpartition(":")[2])
         for clients in CLIENTS:
             each = max(1, answers // clients)
-            results = turns({who: partial(crowd, at, clients, each) for who, at in servers.items()}, rounds)
+            results = run_interleaved({who: partial(crowd, at, clients, each) for who, at in servers.items()}, rounds)
             for who, measured in results.items():
-                medians = {key: figures(statistics.median(one[key] for one in measured), 3) for key in measured[0]}
+                medians = {
+                    key: round_significant(statistics.median(one[key] for one in measured), 3) for key in measured[0]
+                }
                 rows.append({"who": who, "clients": clients, "tokens": clients * each * TOKENS, **medians})
-                print(line(rows[-1]), flush=True)
+                print(format_row(rows[-1]), flush=True)
             ours, *others = (float(row["us_per_token"] or 0) for row in rows if row["clients"] == clients)
             peer = (list(servers_of)[1], others[0]) if others else ("", None)
             heads.append(Headline(f"CPU time of HTTP per streamed token, {clients} clients", ours, "µs", *peer))
@@ -135,7 +137,7 @@ def main(argv: list[str] | None = None) -> None:
         servers["the version before"] = (args.compare.resolve(), 1)
     if args.fronts > 1:
         servers[f"{args.fronts} fronts"] = (ROOT, args.fronts)
-    around = Neighbours()
+    around = OtherProcesses()
     rows, heads = measure(servers, 1 if args.tiny else args.rounds, 1 if args.tiny else 8)
     if not args.tiny:
         report(

@@ -26,17 +26,17 @@ import time
 import urllib.request
 from pathlib import Path
 
-from harness.paired_timing import Neighbours, turns
+from harness.paired_timing import OtherProcesses, run_interleaved
 from harness.report import RESULTS, ROOT, Cell, Headline, report
-from harness.rows import figures, line
-from harness.served import served
+from harness.rows import format_row, round_significant
+from harness.served import running_server
 
 Measured = dict[str, float]
 ENGINE_MB = 100
 """Child processes that are larger are engines; the others are multiprocessing's."""
 
 
-def started(root: Path, weights: str, replicas: int, home: Path, *, first: bool) -> Measured:
+def measure_start(root: Path, weights: str, replicas: int, home: Path, *, first: bool) -> Measured:
     """Start the server of the checkout ``root``, send a request, and stop it; ``first``: without packed weights."""
     if first:
         shutil.rmtree(home / ".cache" / "colonnade" / "weights", ignore_errors=True)
@@ -44,7 +44,7 @@ def started(root: Path, weights: str, replicas: int, home: Path, *, first: bool)
     subprocess.run([sys.executable, "-c", "import torch"], check=True)
     import_torch_s, began = time.perf_counter() - began, time.perf_counter()
     flags = ("--serve.weights", weights, "--serve.replicas", str(replicas))
-    with served("smollm2", *flags, root=root, HOME=str(home)) as (url, pid):
+    with running_server("smollm2", *flags, root=root, HOME=str(home)) as (url, pid):
         start_s = time.perf_counter() - began
         body = json.dumps({"prompt": "Once upon a time", "max_tokens": 8}).encode()
         request = urllib.request.Request(f"{url}/v1/completions", body, {"content-type": "application/json"})
@@ -93,21 +93,21 @@ def measure(
     heads = []
     for weights in formats:
         if weights != "stored":  # writes the packed weights
-            started(roots["colonnade"], weights, 1, home, first=True)
+            measure_start(roots["colonnade"], weights, 1, home, first=True)
         for replicas in (1, *((2,) if weights != "stored" else ())):
             sides = {who: (root, False) for who, root in roots.items()}
             if weights != "stored":
                 sides["first start"] = (roots["colonnade"], True)
             runs = {
-                who: (lambda _, root=root, first=first: started(root, weights, replicas, home, first=first))  # noqa: B023
+                who: (lambda _, root=root, first=first: measure_start(root, weights, replicas, home, first=first))  # noqa: B023
                 for who, (root, first) in reversed(sides.items())
             }
-            results = turns(runs, rounds, warm_up=1 if rounds > 2 else 0)
+            results = run_interleaved(runs, rounds, warm_up=1 if rounds > 2 else 0)
             for who, each in results.items():
-                medians = {key: figures(statistics.median(one[key] for one in each)) for key in each[0]}
-                least = figures(min(one["start_s"] for one in each))
+                medians = {key: round_significant(statistics.median(one[key] for one in each)) for key in each[0]}
+                least = round_significant(min(one["start_s"] for one in each))
                 rows.append({"who": who, "weights": weights, "replicas": replicas, **medians, "least_start_s": least})
-                print(line(rows[-1]), flush=True)
+                print(format_row(rows[-1]), flush=True)
             if replicas > 1:
                 continue
             for key, unit, what in (
@@ -129,7 +129,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the JSON file")
     args = parser.parse_args(argv)
     roots = {"colonnade": ROOT} | ({"before": args.compare.resolve()} if args.compare else {})
-    around = Neighbours()
+    around = OtherProcesses()
     with tempfile.TemporaryDirectory() as home:
         compiled = Path("~/.cache/colonnade/kernels").expanduser()
         if compiled.is_dir():

@@ -28,10 +28,10 @@ from colonnade.model import Transformer, initialise
 from colonnade.parallel.axis import SOLO_AXES
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.serve import Engine
-from harness.engine_load import Load, drawn, every_size, ours, words
+from harness.engine_load import Load, all_batch_sizes, random_load, run_colonnade, word_tokenizer
 from harness.report import RESULTS, Cell, Headline, report
-from harness.rows import figures, line
-from harness.served import served
+from harness.rows import format_row, round_significant
+from harness.served import running_server
 
 PROCESSES = 4
 """Client processes."""
@@ -43,7 +43,9 @@ def save_model(folder: Path, tiny: bool) -> api.Model:
     config = config.replace(vocab_size=300) if tiny else config
     device = torch.device("cpu" if tiny else "cuda")
     model = Transformer(config, SOLO_AXES, device=device, dtype=torch.float32 if tiny else torch.bfloat16)
-    whole = api.Model(initialise(model, seed=1), words(config.vocab_size), DistributedContext.solo(device), "random")
+    whole = api.Model(
+        initialise(model, seed=1), word_tokenizer(config.vocab_size), DistributedContext.solo(device), "random"
+    )
     api.save(whole, folder)
     return whole
 
@@ -96,30 +98,35 @@ def measure(tiny: bool, requests: int, rounds: int) -> tuple[list[dict[str, Cell
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "random"
         whole = save_model(path, tiny)
-        load = drawn(requests, least, most, whole.config.vocab_size)
-        warm = every_size(requests)
+        load = random_load(requests, least, most, whole.config.vocab_size)
+        warm = all_batch_sizes(requests)
         engine = Engine(whole.transformer, whole.tokenizer, ServeConfig(max_requests=requests))
-        ours(engine, warm)
-        ours(engine, load)  # compiles what the shapes of this load need
-        inside = [load.tokens / ours(engine, load).seconds for _ in range(rounds)]
+        run_colonnade(engine, warm)
+        run_colonnade(engine, load)  # compiles what the shapes of this load need
+        inside = [load.tokens / run_colonnade(engine, load).seconds for _ in range(rounds)]
         print("in process", inside, flush=True)
         del engine, whole
         if not tiny:  # the server's cache takes what is free
             gc.collect()
             torch.cuda.empty_cache()
         flags = ("--serve.log", "off", "--serve.max_requests", str(requests))
-        with served(path, *flags, device="cpu" if tiny else "cuda") as (url, _):
+        with running_server(path, *flags, device="cpu" if tiny else "cuda") as (url, _):
             port = int(url.rpartition(":")[2])
             over_http(port, warm)
             over_http(port, load)
             outside = [over_http(port, load) for _ in range(rounds)]
         print("over HTTP", outside, flush=True)
     rows: list[dict[str, Cell]] = [
-        {"who": who, "requests": requests, "tokens": load.tokens, "tokens_per_s": figures(statistics.median(each), 4)}
+        {
+            "who": who,
+            "requests": requests,
+            "tokens": load.tokens,
+            "tokens_per_s": round_significant(statistics.median(each), 4),
+        }
         for who, each in (("in process", inside), ("over HTTP", outside))
     ]
     for row in rows:
-        print(line(row), flush=True)
+        print(format_row(row), flush=True)
     what = f"Streamed over HTTP, {requests} requests, Qwen3-0.6B, bfloat16"
     return rows, [Headline(what, statistics.median(outside), "tokens/s", "in process", statistics.median(inside))]
 

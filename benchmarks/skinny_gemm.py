@@ -32,9 +32,9 @@ from colonnade.kernels.linear import reference, skinny_gemm_tiles
 from colonnade.kernels.linear.quantise import quantise
 from colonnade.kernels.linear.reference import Gate, Matrix, NormWeights
 from colonnade.kernels.linear.skinny_gemm_tiles import SkinnyTiles
-from decoding.decode_cells import read_bandwidth, replayed
+from decoding.decode_cells import graph_seconds, read_bandwidth
 from harness.report import RESULTS, Cell, Headline, report
-from harness.rows import line
+from harness.rows import format_row
 
 COLD_BYTES = 2**28
 SHAPES = {
@@ -181,11 +181,11 @@ def tuned(cell: Product, tile_candidates: Sequence[SkinnyTiles]) -> dict[str, An
             return skinny_gemm.launch(x, weight, tiles=candidate, **parts)
 
         try:
-            return replayed(run, len(copies), "cuda", rounds=7)
+            return graph_seconds(run, len(copies), "cuda", rounds=7)
         except OutOfResources:
             return float("inf")
 
-    library_s = replayed(
+    library_s = graph_seconds(
         lambda copy: skinny_gemm.separate_kernels(x, copies[copy][0], **copies[copy][1]), len(copies), "cuda"
     )
     took = {candidate: seconds(candidate) for candidate in tile_candidates}
@@ -257,7 +257,7 @@ def measure() -> list[dict[str, Cell]]:
     for cell in CELLS:
         x, copies, size = tensors(cell, "cuda")
         ours, theirs = (
-            replayed(lambda i, run=run: run(x, copies[i][0], **copies[i][1]), len(copies), "cuda")  # noqa: B023 - called at once
+            graph_seconds(lambda i, run=run: run(x, copies[i][0], **copies[i][1]), len(copies), "cuda")  # noqa: B023 - called at once
             for run in (skinny_gemm.fused_linear, skinny_gemm.separate_kernels)
         )
         tiles = skinny_gemm_tiles.table_tiles(cell.kind, cell.rows, *SHAPES[cell.name][:2], gated=cell.gated)
@@ -269,7 +269,7 @@ def measure() -> list[dict[str, Cell]]:
                 "tiles": str(tuple(tiles)) if tiles else "the library's",
             }
         )  # fmt: skip
-        print(line(found[-1]), flush=True)
+        print(format_row(found[-1]), flush=True)
     return found
 
 

@@ -24,7 +24,7 @@ from colonnade.parallel.axis import Axis
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.parallel.launch import launch
 from harness.report import Headline, report
-from harness.training_jobs import Row, durations, enough, parser, place, replays
+from harness.training_jobs import Row, device_and_folder, durations, has_gpus, make_parser, replays
 
 OPERATIONS, REPLAYS = 40, 30
 OURS, NCCL, THEIRS = "one kernel", "NCCL", "torch one_shot_all_reduce"
@@ -138,14 +138,14 @@ def heads_of(rows: Sequence[Row]) -> list[Headline]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    options = parser(__doc__)
+    options = make_parser(__doc__)
     options.add_argument("--worlds", type=int, nargs="+", help="ranks; 2 4, with --tiny 2")
     options.add_argument("--tune", action="store_true", help="write the table of size limits")
     args = options.parse_args(argv)
     worlds = args.worlds or ([2] if args.tiny else [2, 4])
-    if not enough(args, max(worlds)):
+    if not has_gpus(args, max(worlds)):
         return
-    device, folder, name = place(args)
+    device, folder, name = device_and_folder(args)
     rows: list[Row] = []
     for world in worlds:
         rows += launch(work, (world, args.tiny, device), Plan(dp=world))

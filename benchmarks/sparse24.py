@@ -16,9 +16,9 @@ from torch.nn import functional as F
 from torch.sparse import SparseSemiStructuredTensor, to_sparse_semi_structured
 
 from colonnade.compress.sparse24 import by_size
-from decoding.decode_cells import replayed
+from decoding.decode_cells import graph_seconds
 from harness.report import RESULTS, Cell, Headline, report
-from harness.rows import line
+from harness.rows import format_row
 
 SHAPES = {"gate and up": (22016, 4096), "down": (4096, 11008), "qkv": (12288, 4096)}
 ROWS = 1, 16, 64, 128, 256, 512, 1024, 4096, 8192
@@ -39,7 +39,8 @@ def measure(name: str, rows: int) -> dict[str, Cell]:
     want, got = F.linear(x_TD, w_FD), F.linear(x_TD, sparse[0])
     off = float((got - want).float().norm() / want.float().norm())
     dense_us, sparse_us = (
-        1e6 * replayed(lambda i, copies=copies: F.linear(x_TD, copies[i]), COPIES, "cuda") for copies in (dense, sparse)
+        1e6 * graph_seconds(lambda i, copies=copies: F.linear(x_TD, copies[i]), COPIES, "cuda")
+        for copies in (dense, sparse)
     )
     return {
         "matrix": name, "rows": rows, "dense_us": round(dense_us, 1), "sparse_us": round(sparse_us, 1),
@@ -57,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for name in SHAPES:
         for count in ROWS:
             rows.append(measure(name, count))
-            print(line(rows[-1]), flush=True)
+            print(format_row(rows[-1]), flush=True)
     most = next(row for row in rows if row["matrix"] == "gate and up" and row["rows"] == 1024)
     head = Headline(
         "2:4 sparse gate and up of Llama-2-7B, 1,024 rows", float(most["sparse_us"] or 0), "µs", "dense",

@@ -35,10 +35,10 @@ from colonnade.errors import ColonnadeError
 from colonnade.model import Transformer, initialise
 from colonnade.parallel.axis import SOLO_AXES
 from colonnade.serve import Engine, SamplingParams
-from harness.engine_load import words
-from harness.paired_timing import Neighbours, turns
+from harness.engine_load import word_tokenizer
+from harness.paired_timing import OtherProcesses, run_interleaved
 from harness.report import RESULTS, Cell, Headline, report
-from harness.rows import figures, line
+from harness.rows import format_row, round_significant
 
 LIST = "".join(f"{i}. {name} lives in {city}.\n" for i, (name, city) in enumerate(
     [("Ada", "London"), ("Grace", "New York"), ("Emmy", "Erlangen"), ("Sofia", "Stockholm"), ("Mary", "Edinburgh")], 1
@@ -56,7 +56,7 @@ def load() -> tuple[str, Transformer, Tokenizer]:
     if torch.cuda.is_available():
         config = preset("qwen3-0.6b")
         model = Transformer(config, SOLO_AXES, device="cuda", dtype=torch.bfloat16)
-        return "Qwen3-0.6B, random weights, bfloat16", initialise(model, seed=1), words(config.vocab_size)
+        return "Qwen3-0.6B, random weights, bfloat16", initialise(model, seed=1), word_tokenizer(config.vocab_size)
     try:
         loaded = colonnade.load("smollm2", device="cpu", dtype="float32")
     except ColonnadeError as error:
@@ -114,7 +114,7 @@ def measure(tiny: bool, rounds: int) -> tuple[list[dict[str, Cell]], list[Headli
     for case in cases(model, tokenizer, ServeConfig(pages=64 if gpu else 512, max_requests=64)):
         for text, requests in product(case.texts, (1, 8)):
             rows.append(measure_case(case, text, requests, 16 if tiny else 256 if gpu else 96, rounds))
-            print(line(rows[-1]), flush=True)
+            print(format_row(rows[-1]), flush=True)
             what = f"{name}: {text} text, {requests} at once, {DRAFTS[case.draft]}"
             speed, peer = (float(rows[-1][f"{who}_tokens_per_s"]) for who in ("drafted", "plain"))  # type: ignore[arg-type]
             heads.append(Headline(what, speed, "tokens/s", "without", peer))
@@ -122,7 +122,7 @@ def measure(tiny: bool, rounds: int) -> tuple[list[dict[str, Cell]], list[Headli
 
 
 def measure_case(case: Case, text: str, requests: int, tokens: int, rounds: int) -> dict[str, Cell]:
-    """Both engines in turns; the first round is not counted by :func:`turns`."""
+    """Both engines in turns; the first round is not counted by :func:`run_interleaved`."""
     gpu = torch.cuda.is_available()
     prompts = [[i + 1, 5, 9] if gpu else LIST * (3 if text == "repeating" else 1) for i in range(requests)]
     temperature = 0 if text == "repeating" else 1
@@ -131,7 +131,7 @@ def measure_case(case: Case, text: str, requests: int, tokens: int, rounds: int)
     ]
     before = case.drafted.stats.draft_tokens, case.drafted.stats.accepted_draft_tokens
     engines = {"plain": case.plain, "drafted": case.drafted}
-    results = turns({who: partial(run, engine, prompts, params) for who, engine in engines.items()}, rounds)
+    results = run_interleaved({who: partial(run, engine, prompts, params) for who, engine in engines.items()}, rounds)
     after = case.drafted.stats
     drafted, accepted = after.draft_tokens - before[0], after.accepted_draft_tokens - before[1]
     speed = {who: statistics.median(one[0] for one in each) for who, each in results.items()}
@@ -139,11 +139,11 @@ def measure_case(case: Case, text: str, requests: int, tokens: int, rounds: int)
         "draft": case.draft,
         "text": text,
         "requests": requests,
-        "plain_tokens_per_s": figures(speed["plain"], 3),
-        "drafted_tokens_per_s": figures(speed["drafted"], 3),
-        "ratio": figures(speed["drafted"] / speed["plain"], 3),
+        "plain_tokens_per_s": round_significant(speed["plain"], 3),
+        "drafted_tokens_per_s": round_significant(speed["drafted"], 3),
+        "ratio": round_significant(speed["drafted"] / speed["plain"], 3),
         "drafted": drafted,
-        "accepted": figures(accepted / drafted, 3) if drafted else None,
+        "accepted": round_significant(accepted / drafted, 3) if drafted else None,
         "same_texts": statistics.mean(
             a == b for a, b in zip(results["plain"][0][1], results["drafted"][0][1], strict=True)
         ),
@@ -156,7 +156,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the JSON file")
     args = parser.parse_args(argv)
-    around = Neighbours()
+    around = OtherProcesses()
     rows, heads = measure(args.tiny, 1 if args.tiny else args.rounds)
     if not args.tiny:
         stem = "speculate_h200" if torch.cuda.is_available() else "speculate_cpu"

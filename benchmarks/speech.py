@@ -50,7 +50,7 @@ TOLERANCE_S = 0.06
 """Bounds of words this close to espeak-ng's are right."""
 
 
-class Heard(NamedTuple):
+class StreamedRecording(NamedTuple):
     """One recording as a stream."""
 
     text: str
@@ -65,7 +65,7 @@ def hear(
     pictures: torch.Tensor | None,
     sizes: Segments,
     beam: int | None = None,
-) -> Heard:
+) -> StreamedRecording:
     """Stream a recording in parts of a frame; what is computed delays what follows it."""
     listeners, texts, letter_s = StreamingRecogniser(model, beam=beam), [], []
     stream, busy_s, now_s = listeners.open(sizes.segment, sizes.right), 0.0, 0.0
@@ -83,10 +83,10 @@ def hear(
             letter_s += [now_s + time.process_time() - start_s] * len(found[stream])
         spent_s = time.process_time() - start_s
         now_s, busy_s = now_s + spent_s, busy_s + spent_s
-    return Heard("".join(texts), letter_s, busy_s)
+    return StreamedRecording("".join(texts), letter_s, busy_s)
 
 
-def word_delays(heard: Heard, ends_s: Sequence[float]) -> list[float]:
+def word_delays(heard: StreamedRecording, ends_s: Sequence[float]) -> list[float]:
     """The delay of each word of a sentence that is right."""
     last = np.cumsum([len(word) + 1 for word in heard.text.split(" ")]) - 2
     return [heard.letter_s[i] - end for i, end in zip(last, ends_s, strict=True)]

@@ -58,7 +58,7 @@ from colonnade.speech.letter_lm import Fusion, LetterModel
 from colonnade.speech.listen import listen
 from colonnade.speech.model import SpeechModel
 from colonnade.speech.pcm import RATE
-from harness.human_speech import HELD_OUT, PROMPT, RECORDED, collect, divided, game_lines, heard, make
+from harness.human_speech import HELD_OUT, PROMPT, RECORDED, collect, game_lines, load_prompts, make, split_prompts
 from harness.report import Cell, Headline, folder_of, report
 from speech import timed
 from speech_peers import normal, ours, pocketsphinx
@@ -95,7 +95,7 @@ Prompts = list[tuple[str, np.ndarray]]
 
 def language_models(source: Path, game: Path | None, seed: int) -> tuple[LetterModel, ...]:
     """Of the texts of prompts in training, of the game, and of speeches."""
-    train, choosing, test = divided(source, seed)
+    train, choosing, test = split_prompts(source, seed)
     held = {text for text, _ in choosing + test}
     sentences = [normal(line) for _, text in sotu_documents() for line in re.split(r"[.?!;:]\s+", text)]
     speech = [text for text in sentences if len(text.split()) > 2 and text not in held]
@@ -301,8 +301,8 @@ def main(argv: list[str] | None = None) -> None:
     if args.device != "cpu" or args.prompts is None:
         print(checkpoint, rows)
         return
-    parts = divided(args.prompts, args.seed)
-    choosing, tests = (heard(part) for part in (parts.choosing, parts.test[: args.tests]))
+    parts = split_prompts(args.prompts, args.seed)
+    choosing, tests = (load_prompts(part) for part in (parts.choosing, parts.test[: args.tests]))
     models = language_models(args.prompts, args.game, args.seed)
     rows += measure(args.size, checkpoint, best_decoding(checkpoint, models, choosing), tests)
     found = {str(row["what"]): round(100 * float(row["word_errors"] or 0), 1) for row in rows if "word_errors" in row}

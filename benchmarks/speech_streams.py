@@ -35,7 +35,7 @@ from colonnade.speech.model import SpeechModel
 from colonnade.speech.search import GreedySearch
 from colonnade.speech.streams import StreamPool
 from colonnade.speech.video import decode_jpeg, decode_rgb
-from harness.paired_timing import turns
+from harness.paired_timing import run_interleaved
 from harness.report import Cell, Headline, folder_of, report
 
 LETTERS_A_FRAME = 12 * FRAME / RATE
@@ -216,7 +216,7 @@ def encoder_steps(model: SpeechModel, preset: str, streams: int, rounds: int) ->
 
         runs["theirs"] = theirs
     with torch.inference_mode():
-        found = {name: statistics.median(own) / steps for name, own in turns(runs, rounds).items()}
+        found = {name: statistics.median(own) / steps for name, own in run_interleaved(runs, rounds).items()}
     return {
         "what": "encoder step", "model": preset, "threads": 1, "streams": streams,
         "cpu_ms": round(1000 * found["ours"], 2),

@@ -52,7 +52,7 @@ class Kernel(NamedTuple):
     us: float
 
 
-def ran(path: Path, gpu: bool) -> list[Kernel]:
+def read_kernels(path: Path, gpu: bool) -> list[Kernel]:
     """The kernels of a profiler trace in order; on a CPU the operators that call no other."""
     kinds = {"kernel", "gpu_memcpy", "gpu_memset"} if gpu else {"cpu_op"}
     events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
@@ -170,7 +170,7 @@ def profiled(model: Transformer, batch: int, context: int, steps: int, page: int
             drawn = [step(steps + i) for i in range(steps)]
             drawn[-1].tolist()
         trace.export_chrome_trace(str(Path(folder) / "trace.json"))
-        kernels = ran(Path(folder) / "trace.json", gpu)
+        kernels = read_kernels(Path(folder) / "trace.json", gpu)
     block, config = model.blocks[0], model.config
     assert isinstance(block, Block)
     dtype = next(model.parameters()).dtype

@@ -41,11 +41,11 @@ from typing import Any
 import colonnade
 import cpu_ladder
 from colonnade.cores import place_replicas, read_machine
-from harness.http_load import Served, closed_loop
-from harness.paired_timing import Neighbours
+from harness.http_load import LoadResult, closed_loop
+from harness.paired_timing import OtherProcesses
 from harness.report import RESULTS, ROOT, Cell, Headline, folder_of, report
-from harness.rows import figures, line
-from harness.student_training import Choice, Kind, Settings, StudentJob, best_choice, train_all
+from harness.rows import format_row, round_significant
+from harness.student_training import Hyperparameters, Kind, Settings, StudentJob, best_hyperparameters, train_all
 
 PUBLISHED = {"images": (2.1, 7.9, 61.9), "food": (2.5, 17.5, 84.5), "receipts": (20.0, None, 111.8)}
 """Requests/s in "ML Model Server Resource Saving": default, threads and cores set, student."""
@@ -58,7 +58,7 @@ PICTURE = ROOT / "docs" / "assets" / "student_ladder.png"
 def text_folders(settings: Settings, known: dict[str, Any]) -> Path:
     """A folder for ``cpu_ladder``: the teacher as ``text/model``, the student as ``text/student``."""
     kind = Kind("dist", settings.mixes[0])
-    student = settings.keep / StudentJob(kind, 0, best_choice(kind, settings, known)).name
+    student = settings.keep / StudentJob(kind, 0, best_hyperparameters(kind, settings, known)).name
     for name, run in {"model": settings.keep / "teacher", "student": student}.items():
         folder = settings.keep / "served" / "text" / name
         if not folder.exists():
@@ -67,7 +67,7 @@ def text_folders(settings: Settings, known: dict[str, Any]) -> Path:
     return settings.keep / "served"
 
 
-def serve_all(settings: Settings, known: dict[str, Any], args: argparse.Namespace) -> dict[str, list[Served]]:
+def serve_all(settings: Settings, known: dict[str, Any], args: argparse.Namespace) -> dict[str, list[LoadResult]]:
     """The rounds of each rung."""
     if args.cores:
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: args.cores])
@@ -83,9 +83,9 @@ def serve_all(settings: Settings, known: dict[str, Any], args: argparse.Namespac
     steps += [replace(step, name=f"{step.name}, bfloat16", flags=("--dtype", "bfloat16"), weights="bfloat16")
               for step in (pinned, student)]  # fmt: skip
     text = settings.parts()["test"][0][0]
-    rounds: dict[str, list[Served]] = {step.name: [] for step in steps}
+    rounds: dict[str, list[LoadResult]] = {step.name: [] for step in steps}
     with ExitStack() as stack:
-        urls = {step.name: stack.enter_context(cpu_ladder.started("text", step, ladder)) for step in steps}
+        urls = {step.name: stack.enter_context(cpu_ladder.running_services("text", step, ladder)) for step in steps}
         for number in range(args.rounds + 1):  # the first is a warm-up
             for step in steps if number == 1 else steps[1:]:
                 seconds = args.seconds if number else min(cpu_ladder.WARM_UP_S, args.seconds)
@@ -100,22 +100,22 @@ def serve_all(settings: Settings, known: dict[str, Any], args: argparse.Namespac
 # -- the record --------------------------------------------------------------------------------------------------------
 
 
-def make_rows(settings: Settings, known: dict[str, Any], rounds: dict[str, list[Served]]) -> list[dict[str, Cell]]:
+def make_rows(settings: Settings, known: dict[str, Any], rounds: dict[str, list[LoadResult]]) -> list[dict[str, Cell]]:
     """A row for the teacher, for each kind of student, and for each rung of the ladder."""
     teacher = known["teacher"]["test"]
     rows: list[dict[str, Cell]] = [
-        {"who": "teacher", "accuracy": figures(teacher, 4), "deviation": None, "of_teacher": 1.0, "seeds": 1}
+        {"who": "teacher", "accuracy": round_significant(teacher, 4), "deviation": None, "of_teacher": 1.0, "seeds": 1}
     ]
     for kind in settings.kinds:
-        best = best_choice(kind, settings, known)
+        best = best_hyperparameters(kind, settings, known)
         found = [known[StudentJob(kind, seed, best).name]["test"] for seed in range(settings.seeds)]
         mean = statistics.mean(found)
         rows.append(
             {
                 "who": f"student, {kind}",
-                "accuracy": figures(mean, 4),
-                "deviation": figures(statistics.stdev(found), 2) if len(found) > 1 else None,
-                "of_teacher": figures(mean / teacher, 4),
+                "accuracy": round_significant(mean, 4),
+                "deviation": round_significant(statistics.stdev(found), 2) if len(found) > 1 else None,
+                "of_teacher": round_significant(mean / teacher, 4),
                 "seeds": len(found),
                 **choice_cells(kind, best),
             }
@@ -123,27 +123,27 @@ def make_rows(settings: Settings, known: dict[str, Any], rounds: dict[str, list[
     for kind in settings.kinds:
         for choice in settings.choices(kind) if len(settings.choices(kind)) > 1 else ():
             first = known[StudentJob(kind, 0, choice).name]
-            cells: dict[str, Cell] = {"development": figures(first["development"], 4)}
+            cells: dict[str, Cell] = {"development": round_significant(first["development"], 4)}
             rows.append({"who": f"first seed, {kind}", **cells, **choice_cells(kind, choice)})
     rates = {name: statistics.median(each.requests_per_s for each in results) for name, results in rounds.items()}
     for name, results in rounds.items():
-        every = Served(1, [s for each in results for s in each.latencies_s])
+        every = LoadResult(1, [s for each in results for s in each.latencies_s])
         rows.append(
             {
                 "who": f"served, {name}",
-                "requests_per_s": figures(rates[name]),
-                "over_pinned": figures(rates[name] / rates["pinned"], 3),
-                "p50_ms": None if math.isnan(ms := every.percentile_ms(50)) else figures(ms),
-                "slowest_round_requests_per_s": figures(min(each.requests_per_s for each in results)),
+                "requests_per_s": round_significant(rates[name]),
+                "over_pinned": round_significant(rates[name] / rates["pinned"], 3),
+                "p50_ms": None if math.isnan(ms := every.percentile_ms(50)) else round_significant(ms),
+                "slowest_round_requests_per_s": round_significant(min(each.requests_per_s for each in results)),
                 "failures": sum(each.failures for each in results),
             }
         )
     for row in rows:
-        print(line(row), flush=True)
+        print(format_row(row), flush=True)
     return rows
 
 
-def choice_cells(kind: Kind, choice: Choice) -> dict[str, Cell]:
+def choice_cells(kind: Kind, choice: Hyperparameters) -> dict[str, Cell]:
     """A choice in a row."""
     return {"lr": choice.lr, "temperature": None if kind.mix == 1 else choice.temperature}
 
@@ -235,7 +235,7 @@ def main(argv: list[str] | None = None) -> None:
 
 def measure(settings: Settings, args: argparse.Namespace) -> None:
     """Train, serve, and write the record."""
-    path, neighbours = settings.keep / "accuracies.json", Neighbours()
+    path, neighbours = settings.keep / "accuracies.json", OtherProcesses()
     known = json.loads(path.read_text()) if args.only == "serve" else train_all(settings)
     if args.only == "train":
         return

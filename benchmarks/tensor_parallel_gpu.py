@@ -24,7 +24,7 @@ from colonnade.parallel.layout import PARTIAL, layout_of
 from colonnade.train.optimizer import AdamW
 from colonnade.train.train_step import TrainStep
 from harness.report import Headline, report
-from harness.rows import line
+from harness.rows import format_row
 from train_gpt2 import SEQUENCE, Batch, config_of
 
 PARITY = ModelConfig(
@@ -117,7 +117,7 @@ def main() -> None:
                 "relative_gradient_error": relative(got, reference),
             }
         )
-        print(line(rows[-1]), flush=True)
+        print(format_row(rows[-1]), flush=True)
     assert float(rows[0]["worst_error"]) < 1e-10, "tp=2 does not compute what tp=1 computes"
     rates = {}
     for tp in (1, 2):
@@ -125,7 +125,7 @@ def main() -> None:
         result = launch(speed, (plan, 8, 16), plan)
         rates[tp] = result["tokens_per_s"]
         rows.append({"what": f"GPT-2 1.2B, batch 8, tp={tp}", **result})
-        print(line(rows[-1]), flush=True)
+        print(format_row(rows[-1]), flush=True)
     head = Headline("train GPT-2 1.2B, tp=2 on 2 H200, batch 8", rates[2], "tokens/s", "tp=1 on one", rates[1])
     report("tensor_parallel_h200", rows, __doc__ or "", headlines=[head])
 

@@ -22,9 +22,9 @@ from colonnade.kernels import permute
 from colonnade.kernels.experts.quantised import QuantisedWeights
 from colonnade.kernels.linear import reference, ternary
 from colonnade.kernels.linear.quantise import Quantised, quantise
-from decoding.decode_cells import replayed
+from decoding.decode_cells import graph_seconds
 from harness.report import Cell, Headline, folder_of, report
-from harness.rows import line
+from harness.rows import format_row
 
 SHAPES = {"up": (11008, 4096), "down": (4096, 11008), "gate and up, Mixtral": (28672, 4096)}
 TINY = {"up": (48, 40)}
@@ -65,9 +65,9 @@ def matrices(device: str, *, tiny: bool, rows: tuple[int, ...]) -> list[dict[str
         each = copies(random_weight(kind, outputs, inputs, device), 1 if tiny else 64)
         for T in rows:
             x = torch.randn(T, inputs, device=device, dtype=torch.bfloat16)
-            s = replayed(lambda i: multiply(x, each[i]), len(each), device)  # noqa: B023 - called at once
+            s = graph_seconds(lambda i: multiply(x, each[i]), len(each), device)  # noqa: B023 - called at once
             found.append(_row(name, T, kind, s, each[0].nbytes))
-            print(line(found[-1]), flush=True)
+            print(format_row(found[-1]), flush=True)
     return found
 
 
@@ -105,10 +105,10 @@ def experts(device: str, *, tiny: bool, tokens: tuple[int, ...]) -> list[dict[st
             order_R, ends_E = permute.sort(ids_TA, E, T * active)
             routing = torch.full((T, active), 0.5, device=device, dtype=torch.bfloat16)
             run = _routed(device)
-            s = replayed(lambda i: run(x, order_R, ends_E, routing, each[i], "silu"), count, device)  # noqa: B023
+            s = graph_seconds(lambda i: run(x, order_R, ends_E, routing, each[i], "silu"), count, device)  # noqa: B023
             read = size * min(T * active, E) // E
             found.append(_row("experts of Mixtral-8x7B", T, kind, s, read))
-            print(line(found[-1]), flush=True)
+            print(format_row(found[-1]), flush=True)
     return found
 
 
@@ -136,13 +136,13 @@ def tune() -> None:
     rows = {name: torch.randn(1, shape[1], device="cuda", dtype=torch.bfloat16) for name, shape in SHAPES.items()}
     for (name, each), warps in itertools.product(made.items(), (8, 12, 16, 20, 32)):
         x, y = rows[name], rows[name].new_empty(1, each[0].outputs)
-        s = replayed(lambda i: cuda_ternary.launch(x, each[i], y, warps=warps), len(each), "cuda", rounds=5)  # noqa: B023
+        s = graph_seconds(lambda i: cuda_ternary.launch(x, each[i], y, warps=warps), len(each), "cuda", rounds=5)  # noqa: B023
         print(f"{name} 18: {1e6 * s:.2f} us in CUDA C++, {warps} warps", flush=True)
     for name, each in made.items():
         x, tried = rows[name], []
         for two, splits, unroll in itertools.product((False, True), (4, 8, 16), (1, 2)):
             tiles = triton_ternary.Tiles(triton_ternary.BN, splits, unroll, splits, two)
-            s = replayed(lambda i: triton_ternary.linear(x, each[i], tiles), len(each), "cuda", rounds=5)  # noqa: B023
+            s = graph_seconds(lambda i: triton_ternary.linear(x, each[i], tiles), len(each), "cuda", rounds=5)  # noqa: B023
             tried.append((s, tiles))
         for two_levels in (False, True):
             for s, tiles in sorted(each for each in tried if each[1].two_levels == two_levels)[:3]:

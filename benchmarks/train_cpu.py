@@ -29,9 +29,9 @@ from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.parallel.fsdp import masters
 from colonnade.train.optimizer import AdamW
 from colonnade.train.train_step import TrainStep
-from harness.paired_timing import Neighbours, timed, turns
+from harness.paired_timing import OtherProcesses, run_interleaved, wall_clock
 from harness.report import Headline, report
-from harness.torch_training import update
+from harness.torch_training import training_update
 
 CONFIG = preset("tour")
 TRAIN = TrainConfig(lr=3e-4, warmup=0, schedule="constant", clip=1.0)
@@ -70,7 +70,7 @@ def theirs(model: LlamaForCausalLM, batches: list[Batch], losses: list[float]) -
     def run(i: int) -> None:
         ids = batches[i % len(batches)].tokens_T.view(-1, batches[0].longest)
         loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-        update(model, optimizer, loss, TRAIN.clip)
+        training_update(model, optimizer, loss, TRAIN.clip)
         losses.append(loss.item())
 
     return run
@@ -96,11 +96,11 @@ def main() -> None:
 
     losses: dict[str, list[float]] = {"colonnade": [], "transformers": []}
     runs = {
-        "colonnade": timed(ours(model, batches, losses["colonnade"])),
-        "transformers": timed(theirs(peer, batches, losses["transformers"])),
+        "colonnade": wall_clock(ours(model, batches, losses["colonnade"])),
+        "transformers": wall_clock(theirs(peer, batches, losses["transformers"])),
     }
-    neighbours = Neighbours()
-    times = turns(runs, args.steps, warm_up=3)
+    neighbours = OtherProcesses()
+    times = run_interleaved(runs, args.steps, warm_up=3)
     difference = max(abs(a - b) for a, b in zip(*losses.values(), strict=True))
     assert difference < 1e-3, f"the losses differ by {difference}: not the same model, or not the same step"
 

@@ -27,9 +27,9 @@ from colonnade.parallel.fsdp import masters
 from colonnade.train.train_step import TrainStep
 from colonnade.train.training_state import make_optimizer
 from harness.report import Headline, report
-from harness.rows import line
-from harness.torch_training import update
-from harness.training_jobs import filled, forget, random_batch
+from harness.rows import format_row
+from harness.torch_training import training_update
+from harness.training_jobs import free_memory, random_batch, random_weights
 
 SHAPES = {"124m": (12, 768, 12), "355m": (24, 1024, 16), "1.2b": (40, 1536, 16)}
 VOCAB, SEQUENCE = 50257, 1024
@@ -46,7 +46,7 @@ def config_of(name: str) -> ModelConfig:
 
 def ours(config: ModelConfig, batches: list[Batch], train: TrainConfig):
     context = DistributedContext.solo("cuda")
-    model = filled(Transformer(config, device="cuda"))
+    model = random_weights(Transformer(config, device="cuda"))
     weights = masters(model, context, torch.bfloat16, single=train.fused_adamw)
     step = TrainStep(model, weights, make_optimizer(weights, train), train, SOLO, cuda_graph=train.cuda_graph)
     for block in model.blocks:
@@ -70,7 +70,7 @@ def theirs(config: ModelConfig, batches: list[Batch], train: TrainConfig):
         batch = batches[i % len(batches)]
         ids = batch.tokens_T.view(-1, SEQUENCE)
         loss = run(input_ids=ids, labels=ids).loss
-        update(model, optimizer, loss)
+        training_update(model, optimizer, loss)
         return loss.detach()
 
     return step
@@ -140,11 +140,11 @@ def main() -> None:
                 "warm_up_s": round(warm_s, 1),
             }
         )
-        print(line(rows[-1]), flush=True)
+        print(format_row(rows[-1]), flush=True)
         if args.profile and build is ours:
             profile(step, args.profile)
         del step
-        forget(torch.device("cuda"))
+        free_memory(torch.device("cuda"))
     if len(rows) == 2:
         own, peer = rows
         head = Headline(

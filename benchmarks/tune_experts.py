@@ -39,7 +39,7 @@ from colonnade.kernels.experts import tiles
 from colonnade.kernels.experts.tiles import GroupedTiles, Kernel
 from harness.clock import Clock
 from moe.products import BACKWARD, DECODE, FORWARD, Layer, Sizes, candidates
-from moe.tuning_table import merged, written
+from moe.tuning_table import merge_tables, table_json
 from moe_layer import FAILURES, SHAPES, reason
 
 TABLE = Path(tiles.__file__).with_name("tiles.json")
@@ -51,14 +51,14 @@ FIRST: tuple[Kernel, ...] = (
 PERSISTENT_MARGIN = 1.03
 """Factor by which persistent programs must win: while an exchange of tokens occupies some SMs, programs without an SM
 start only when others end."""
-WRONG = 2e-2
+MAX_ERROR = 2e-2
 """Largest accepted relative error of a candidate, by norm."""
-AGAIN = 6
+REPEATS = 6
 """Number of best candidates that are timed again at fewer tokens."""
 Submit = Callable[[Kernel, GroupedTiles, Sizes], Any]
 
 
-class Found(NamedTuple):
+class Measurements(NamedTuple):
     """Measured times of one GEMM at one number of tokens."""
 
     kernel: Kernel
@@ -142,10 +142,10 @@ class Tuner:
             time.sleep(0.02)
         return job.get()
 
-    def measure(self, kernel: Kernel, tokens: int, jobs: list[tuple[GroupedTiles, AsyncResult | None]]) -> Found:
+    def measure(self, kernel: Kernel, tokens: int, jobs: list[tuple[GroupedTiles, AsyncResult | None]]) -> Measurements:
         """Time the candidates; the best replaces the current tiles."""
         began, sizes, now = time.perf_counter(), self.at(tokens), self.now(kernel, tokens)
-        found = Found(kernel, sizes, {})
+        found = Measurements(kernel, sizes, {})
         if self.over():
             print(f"{kernel} {tokens}: unchanged, the time is over", flush=True)
             return found
@@ -161,7 +161,7 @@ class Tuner:
                     result = layer.run(kernel)
                     exact = result if exact is None else exact
                     error = differs(result, exact)
-                    why = None if error <= WRONG else f"computes something else ({error:.1e})"
+                    why = None if error <= MAX_ERROR else f"computes something else ({error:.1e})"
                     del result
                 if why is None:
                     run = functools.partial(layer.run, kernel)
@@ -176,7 +176,7 @@ class Tuner:
         self.decide(found, now, began, len(jobs))
         return found
 
-    def decide(self, found: Found, now: GroupedTiles, began: float, count: int) -> None:
+    def decide(self, found: Measurements, now: GroupedTiles, began: float, count: int) -> None:
         def of(how: GroupedTiles) -> float:
             return found.seconds.get(how, math.inf) * (PERSISTENT_MARGIN if how.programs_per_sm else 1)
 
@@ -208,7 +208,7 @@ class Tuner:
             (kernel, tokens): self.begin(kernel, tokens, self.hows(kernel, tokens, candidates(kernel, self.at(tokens))))
             for kernel, tokens in order
         }
-        found: dict[str, Found] = {}
+        found: dict[str, Measurements] = {}
         others: dict[Kernel, list] = {}
         for kernel, tokens in order:
             this = self.measure(kernel, tokens, jobs[kernel, tokens])
@@ -224,7 +224,7 @@ class Tuner:
             write()
         fewer = TOKENS[-2]
         for kernel in FIRST:
-            best = [how for how in found[kernel].best(AGAIN) if not how.library]
+            best = [how for how in found[kernel].best(REPEATS) if not how.library]
             self.measure(kernel, fewer, self.begin(kernel, fewer, self.hows(kernel, fewer, best)))
             write()
 
@@ -252,7 +252,7 @@ def main() -> None:
     began, record = time.perf_counter(), json.loads(TABLE.read_text(encoding="utf-8"))
     if args.merge:
         parts = [json.loads(path.read_text(encoding="utf-8")) for path in args.merge]
-        args.out.write_text(written(merged(record, parts)), encoding="utf-8")
+        args.out.write_text(table_json(merge_tables(record, parts)), encoding="utf-8")
         return
     if not torch.cuda.is_available():
         print("skipped: needs a GPU, and this machine has none")
@@ -267,7 +267,7 @@ def main() -> None:
 
     def write() -> None:
         found = {"measured_on": torch.cuda.get_device_name(), "shapes": [tuner.record()]}
-        args.out.write_text(written(merged(record, [found])), encoding="utf-8")
+        args.out.write_text(table_json(merge_tables(record, [found])), encoding="utf-8")
 
     try:
         tuner.run(write)

@@ -26,7 +26,7 @@ from colonnade.config import Plan
 from colonnade.config.presets import preset
 from harness.report import Headline, report
 from harness.torch_parallelize import TorchJob
-from harness.training_jobs import FAST, PLAIN, Job, Row, enough, parser, place, series
+from harness.training_jobs import FAST, PLAIN, Job, Row, device_and_folder, has_gpus, make_parser, run_jobs
 
 SHAPES = {1: "gpt2-1.2b", 2: "gpt2-2.5b", 4: "gpt2-4.2b", 8: "gpt2-8.3b"}
 """Presets by number of ranks."""
@@ -39,7 +39,7 @@ KINDS: dict[str, Callable[..., Job]] = {
     "torch_sp": TorchJob,
     "torch_async": partial(TorchJob, asynchronous=True),
 }
-WHO = tuple(KINDS)
+CONFIGURATIONS = tuple(KINDS)
 OURS = tuple(name for name in KINDS if name.startswith("colonnade"))
 WHOLE = ("colonnade", "torch")
 """Layouts without sequence parallelism, which also run on one GPU."""
@@ -81,17 +81,17 @@ def heads_of(rows: Sequence[Row]) -> list[Headline]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    options = parser(__doc__)
+    options = make_parser(__doc__)
     options.add_argument("--worlds", type=int, nargs="+", choices=SHAPES, help="ranks; 1 2 4, with --tiny 1 2")
-    options.add_argument("--who", nargs="+", choices=WHO, default=WHO, help="layouts to measure")
+    options.add_argument("--who", nargs="+", choices=CONFIGURATIONS, default=CONFIGURATIONS, help="layouts to measure")
     options.add_argument("--pieces", action="store_true", help="colonnade without CUDA graphs")
     options.add_argument("--fused", action="store_true", help="colonnade with train.fused_adamw")
     args = options.parse_args(argv)
     worlds = args.worlds or ([1, 2] if args.tiny else [1, 2, 4])
-    if not enough(args, max(worlds)):
+    if not has_gpus(args, max(worlds)):
         return
-    device, folder, name = place(args)
-    rows = series(jobs(args.tiny, worlds, args.who, fused=args.fused, pieces=args.pieces), device, args.keep)
+    device, folder, name = device_and_folder(args)
+    rows = run_jobs(jobs(args.tiny, worlds, args.who, fused=args.fused, pieces=args.pieces), device, args.keep)
     report(f"weak_scaling_{max(worlds)}_{name}", rows, __doc__ or "", headlines=heads_of(rows), folder=folder)
 
 

@@ -29,10 +29,10 @@ from colonnade.config.presets import preset
 from colonnade.model import Transformer
 from colonnade.speech.log_mel import RATE, log_mel
 from colonnade.speech.transcribe import Window
-from harness.paired_timing import Neighbours, turns
+from harness.paired_timing import OtherProcesses, run_interleaved
 from harness.report import Headline, folder_of, report
-from harness.rows import line
-from harness.training_jobs import filled
+from harness.rows import format_row
+from harness.training_jobs import random_weights
 
 NAME = "whisper-tiny.en"
 START, NO_TIMES, END = 50257, 50362, 50256
@@ -46,7 +46,7 @@ class Random:
 
     def __init__(self) -> None:
         self.config = preset(NAME)
-        self.transformer = filled(Transformer(self.config)).eval().requires_grad_(False)
+        self.transformer = random_weights(Transformer(self.config)).eval().requires_grad_(False)
 
     @property
     def tokenizer(self) -> Any:
@@ -141,7 +141,7 @@ def main() -> None:
     torch.set_num_threads(threads)
     tokens, rounds = (4, 1) if args.tiny else (args.tokens, args.rounds)
     model: Any = colonnade.load(NAME, device="cpu") if args.real else Random()
-    peer, samples, neighbours = peer_of(model, args.real), sound(args.real), Neighbours()
+    peer, samples, neighbours = peer_of(model, args.real), sound(args.real), OtherProcesses()
     mel_MF = log_mel(samples, 80)
     clock = time.process_time if args.cpu else time.perf_counter
     found: dict[str, list[int]] = {}
@@ -163,14 +163,14 @@ def main() -> None:
     packaged = find_packaged(NAME) if args.real else None
     if packaged is not None and (run := ct2_of(packaged, threads)) is not None:
         runs["ctranslate2"] = timed("ctranslate2", lambda: run(mel_MF, tokens))
-    seconds = {name: statistics.median(each) for name, each in turns(runs, rounds).items()}
+    seconds = {name: statistics.median(each) for name, each in run_interleaved(runs, rounds).items()}
     rows = [
         {"who": name, "seconds": round(spent, 4), "tokens": len(found.get(name, ())) or None,
          "same_tokens": found[name] == found["colonnade"] if name in ("transformers", "ctranslate2") else None}
         for name, spent in seconds.items()
     ]  # fmt: skip
     for row in rows:
-        print(line(row), flush=True)
+        print(format_row(row), flush=True)
     unit = "CPU s" if args.cpu else "s"
     peers = [name for name in ("transformers", "ctranslate2") if name in seconds]
     heads = [

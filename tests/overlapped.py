@@ -19,7 +19,7 @@ from colonnade.train import optimizer_step
 from colonnade.train.cuda_graph import GraphedForwardBackward
 from colonnade.train.model_inputs import StepContext
 from colonnade.train.train_step import forward_backward
-from harness.training_jobs import filled, random_batch
+from harness.training_jobs import random_batch, random_weights
 
 GPT2 = preset("gpt2").replace(vocab_size=208, layers=3, width=64, heads=4, ffn_width=96, context=16)
 """Pre-norm, biases, one GEMM into the feed-forward layer."""
@@ -43,7 +43,7 @@ def gradients(
     ``graphed`` takes results from the second replay, after other samples; ``compiled`` names a backend; ``size`` is
     (tokens of a sequence, sequences).
     """
-    model = filled(
+    model = random_weights(
         Transformer(config, replace(context.axes, row_transfer=transfer), dtype=dtype, device=context.device)
     )
     batches = [random_batch(config, *size, seed, context.device) for seed in (0, 1)]

@@ -16,7 +16,7 @@ from colonnade.kernels.attention.decode_plan import KernelLayout
 from colonnade.kernels.attention.decode_tiles import Tiles
 from colonnade.kernels.attention.page_table import PageTable
 from decoding import decode_cells
-from harness.rows import figures, line
+from harness.rows import format_row, round_significant
 
 TOLERANCE = 6e-4
 CANDIDATES = [
@@ -48,7 +48,7 @@ CELLS = (Chunks(1, 512, 0), Chunks(1, 8192, 0), Chunks(8, 1024, 0), Chunks(1, 51
 TINY = (Chunks(1, 20, 0, 1, 2, 16), Chunks(2, 9, 30, 1, 2, 16))
 
 
-def made(cell: Chunks, device: str) -> tuple[Any, ...]:
+def make_tensors(cell: Chunks, device: str) -> tuple[Any, ...]:
     """(q_TNH, k_PpKH, v_PpKH, table), pages in random order."""
     draw = torch.Generator(device).manual_seed(0)
     length = cell.known + cell.new
@@ -80,14 +80,14 @@ def ours(q: Any, k: Any, v: Any, table: PageTable) -> Callable[[], Any]:
 def seconds(run: Callable[[], Any]) -> float:
     """Seconds per call, in a replayed CUDA graph."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    return decode_cells.replayed(lambda _: run(), 1, device, rounds=7)
+    return decode_cells.graph_seconds(lambda _: run(), 1, device, rounds=7)
 
 
 def rows(cells: Sequence[Chunks], device: str) -> list[dict[str, Any]]:
     """Rows of ours and SDPA."""
     found = []
     for cell in cells:
-        tensors = made(cell, device)
+        tensors = make_tensors(cell, device)
         mine = ours(*tensors)
 
         def theirs(tensors: tuple[Any, ...] = tensors) -> Any:
@@ -101,10 +101,10 @@ def rows(cells: Sequence[Chunks], device: str) -> list[dict[str, Any]]:
             found.append(
                 {
                     "requests": cell.requests, "new": cell.new, "known": cell.known, "who": name,
-                    "us": round(took * 1e6, 1), "tflop_per_s": figures(cell.flops / took / 1e12),
+                    "us": round(took * 1e6, 1), "tflop_per_s": round_significant(cell.flops / took / 1e12),
                 }
             )  # fmt: skip
-            print(line(found[-1]), flush=True)
+            print(format_row(found[-1]), flush=True)
     return found
 
 

@@ -114,7 +114,7 @@ def ours(tensors: Tensors, *, chunk: int | None = None, in_order: bool = False, 
     return lambda copy: triton_decode.attend(tensors.q_BNH, k, v, tables[copy], ready).o
 
 
-def loads(tensors: Tensors) -> Run | None:
+def loads_only(tensors: Tensors) -> Run | None:
     """The loads of our kernel in CUDA C++ without its arithmetic; None where that kernel does not read this cell."""
     cell, q_BNH = tensors.cell, tensors.q_BNH
     k, v = (x.flatten(0, 2).unflatten(0, (-1, cell.page)) for x in (tensors.k, tensors.v))
@@ -227,7 +227,7 @@ def page_lists(lengths: Sequence[int], pages_BP: Tensor, page: int) -> tuple[Ten
     return cu_pages_B1, pages_BP.cpu()[held_BP], lengths_B - (counts_B - 1) * page
 
 
-def exact(tensors: Tensors) -> Tensor:
+def reference_output(tensors: Tensors) -> Tensor:
     """o_BNH of the first copy in float32."""
     cell, parts = tensors.cell, []
     for r, length in enumerate(cell.lengths):
@@ -237,17 +237,17 @@ def exact(tensors: Tensors) -> Tensor:
     return torch.stack(parts)
 
 
-def error(run: Run, right: Tensor) -> float:
+def relative_error(run: Run, right: Tensor) -> float:
     """Relative error of a call on the first copy, by norm."""
     return float((run(0).float() - right).norm() / right.norm())
 
 
-def seconds(run: Run, tensors: Tensors, *, rounds: int = 15, at_most: float = math.inf) -> float:
+def cell_seconds(run: Run, tensors: Tensors, *, rounds: int = 15, at_most: float = math.inf) -> float:
     """Seconds per call on the cell's copies."""
-    return replayed(run, tensors.copies, tensors.device, rounds=rounds, at_most=at_most)
+    return graph_seconds(run, tensors.copies, tensors.device, rounds=rounds, at_most=at_most)
 
 
-def replayed(run: Run, copies: int, device: str, *, rounds: int = 15, at_most: float = math.inf) -> float:
+def graph_seconds(run: Run, copies: int, device: str, *, rounds: int = 15, at_most: float = math.inf) -> float:
     """Seconds of one call, the median of ``rounds`` replays of a graph of calls, on so many copies in turn; on a CPU of
     calls. If the first replay takes longer than ``at_most`` it is the only one.
     """

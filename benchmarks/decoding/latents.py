@@ -15,7 +15,7 @@ from colonnade.kernels.attention.decode_plan import KernelLayout, Kernels
 from colonnade.kernels.attention.page_table import PageTable
 from decoding import decode_cells
 from harness.clock import Clock
-from harness.rows import figures, line
+from harness.rows import format_row, round_significant
 
 RANK, ROPE, TOLERANCE = 512, 64, 4e-3
 CELLS = ((128, 32, 8192), (128, 1, 65_536), (128, 128, 1024), (16, 32, 8192), (16, 1, 65_536))
@@ -51,20 +51,21 @@ def rows(cells: Sequence[tuple[int, int, int]], device: str, read: float, *, pag
             return sdpa.paged(q, k, k, tables[copy], values=RANK)
 
         for name, run in (*runs.items(), ("sdpa, gathered", theirs)):
-            mistake = decode_cells.error(run, right)
+            mistake = decode_cells.relative_error(run, right)
             assert mistake < TOLERANCE * (1 if device == "cuda" else 3), f"{name}: {mistake:.1e} off"
             if run is theirs:  # looks up pages on the host, which a graph cannot
                 took = Clock(device).median(lambda run=run: run(0), budget_s=0.1)
             else:
-                took = decode_cells.replayed(run, copies, device, rounds=7)
+                took = decode_cells.graph_seconds(run, copies, device, rounds=7)
             found.append(
                 {
                     "heads": N, "B": batch, "S": length, "who": name, "us": round(took * 1e6, 1),
-                    "tb_per_s": figures(bytes_read / took / 1e12), "of_read": figures(bytes_read / took / read),
-                    "tflop_per_s": figures(2 * N * batch * length * (2 * RANK + ROPE) / took / 1e12),
+                    "tb_per_s": round_significant(bytes_read / took / 1e12),
+                    "of_read": round_significant(bytes_read / took / read),
+                    "tflop_per_s": round_significant(2 * N * batch * length * (2 * RANK + ROPE) / took / 1e12),
                 }
             )  # fmt: skip
-            print(line(found[-1]), flush=True)
+            print(format_row(found[-1]), flush=True)
     return found
 
 

@@ -9,8 +9,8 @@ from typing import Any
 from colonnade.kernels.attention import reference, triton_decode
 from colonnade.kernels.attention.cascade import Cascade
 from colonnade.kernels.attention.decode_plan import KernelLayout
-from decoding.decode_cells import Cell, Run, Tensors, error, peers, seconds
-from harness.rows import figures, line
+from decoding.decode_cells import Cell, Run, Tensors, cell_seconds, peers, relative_error
+from harness.rows import format_row, round_significant
 
 OWN, PREFIXES = 100, 8
 TOLERANCE = 6e-4
@@ -51,12 +51,12 @@ def rows(batch: int, prefix: int, device: str, read: float, *, page: int = 64) -
     found = []
     for name, plan, told in runs:
         right = reference.paged(tensors.q_BNH.float(), k.float(), v.float(), told[0])
-        mistake = error(call(plan, told[:1]), right)
+        mistake = relative_error(call(plan, told[:1]), right)
         assert mistake < TOLERANCE * (1 if device == "cuda" else 3), f"{name}: {mistake:.1e} off"
-        found.append((name, seconds(call(plan, told), tensors)))
+        found.append((name, cell_seconds(call(plan, told), tensors)))
     for name, run in peers(tensors) if device == "cuda" else ():
         try:
-            found.append((f"{name}, nothing shared", seconds(run, tensors)))
+            found.append((f"{name}, nothing shared", cell_seconds(run, tensors)))
         except RuntimeError as why:
             print(f"{name}: {str(why).splitlines()[0][:90]}", flush=True)
     unshared = found[2][1]
@@ -64,10 +64,10 @@ def rows(batch: int, prefix: int, device: str, read: float, *, page: int = 64) -
     made = [
         {
             "B": batch, "prefix": prefix, "own": OWN, "page": page, "who": name, "us": round(took * 1e6, 2),
-            "times_unshared": figures(unshared / took),
-            "of_read": figures((once if name.endswith("once") else cell.bytes) / took / read),
+            "times_unshared": round_significant(unshared / took),
+            "of_read": round_significant((once if name.endswith("once") else cell.bytes) / took / read),
         }
         for name, took in found
     ]  # fmt: skip
-    print(*map(line, made), sep="\n", flush=True)
+    print(*map(format_row, made), sep="\n", flush=True)
     return made

@@ -22,14 +22,14 @@ from typing import Any
 import torch
 
 from colonnade.kernels.attention import cuda_decode, decode_tiles
-from decoding.decode_cells import Cell, Tensors, ours, seconds
-from decoding.peers import ahead, best_peer, measured
-from decoding.tune import CANDIDATES, too_much
+from decoding.decode_cells import Cell, Tensors, cell_seconds, ours
+from decoding.peers import best_peer, measure_cell, speedup
+from decoding.tune import CANDIDATES, out_of_resources
 from harness.report import commit
-from harness.rows import Rows, figures, line
+from harness.rows import Rows, format_row, round_significant
 
-PINNED = 12
-FAR = 2.5
+PINNED_TILES = 12
+MAX_PEER_RATIO = 2.5
 """Peers that take so many times as long as ours are replayed once."""
 ROUNDS = 7
 """Replays of a graph; ours and a peer that is close are measured once more, 15 times."""
@@ -70,7 +70,7 @@ def compile_all(cells: Sequence[Cell], pinned: int = 0) -> None:
     """Compile the kernels of all cells into the disk cache, in several processes; needs a GPU, but hardly uses it."""
     began = time.perf_counter()
     with concurrent.futures.ProcessPoolExecutor(COMPILERS, multiprocessing.get_context("spawn")) as pool:
-        list(pool.map(compiled, cells, [i < pinned for i in range(len(cells))]))
+        list(pool.map(compile_cell, cells, [i < pinned for i in range(len(cells))]))
     print(f"compiled in {time.perf_counter() - began:.0f} s", flush=True)
 
 
@@ -86,7 +86,7 @@ def sweep(
     measured_commit = commit()
     if device == "cuda":
         compile_all([cell for i, cell in enumerate(cells) if i not in done], pinned)
-    measure = functools.partial(against, device=device, read=read, until=until)
+    measure = functools.partial(measure_against_peers, device=device, read=read, until=until)
     tasks = [(i, cell, i < pinned) for i, cell in enumerate(cells) if i not in done]
     with contextlib.ExitStack() as ends:
         found = map(measure, tasks)
@@ -95,52 +95,54 @@ def sweep(
             free = spawn.SimpleQueue()
             for gpu in os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus)))).split(","):
                 free.put(gpu)
-            found = ends.enter_context(spawn.Pool(gpus, _take, (free,))).imap_unordered(measure, tasks)
+            found = ends.enter_context(spawn.Pool(gpus, _claim_gpu, (free,))).imap_unordered(measure, tasks)
         for row in found:
             if row is not None:
                 rows.add({**row, "commit": measured_commit})
     rows.sort(key=lambda row: row["ahead"] or math.inf)
-    print(f"{len(rows)} of {count} cells; worst ten:", *map(line, rows[:10]), sep="\n  ", flush=True)
+    print(f"{len(rows)} of {count} cells; worst ten:", *map(format_row, rows[:10]), sep="\n  ", flush=True)
     return rows
 
 
-def _take(free: Any) -> None:
+def _claim_gpu(free: Any) -> None:
     """Restrict this process to one GPU before CUDA starts."""
     os.environ["CUDA_VISIBLE_DEVICES"] = free.get()
 
 
-def against(task: tuple[int, Cell, bool], device: str, read: float, until: float) -> dict[str, Any] | None:
+def measure_against_peers(
+    task: tuple[int, Cell, bool], device: str, read: float, until: float
+) -> dict[str, Any] | None:
     """The row of one (number, cell, pinned); None if the time is over."""
     number, cell, pinned = task
     if time.time() > until:
         return None
-    here = measured(cell, device, read, flex=False, far=FAR, rounds=ROUNDS)
+    here = measure_cell(cell, device, read, flex=False, far=MAX_PEER_RATIO, rounds=ROUNDS)
     peer, row = best_peer(here), next(row for row in here if row["who"] == "colonnade")
     extra: dict[str, Any] = {}
     if pinned:
         best_us = pinned_us(cell, device)
-        extra = {"pinned_us": best_us, "of_pinned": figures(best_us / row["us"]) if best_us else None}
+        extra = {"pinned_us": best_us, "of_pinned": round_significant(best_us / row["us"]) if best_us else None}
     return {
         "cell": number,
         **row,
         "peer": peer["who"] if peer else None,
         "peer_us": peer["us"] if peer else None,
-        "ahead": ahead(here),
+        "ahead": speedup(here),
         **extra,
     }
 
 
-def compiled(cell: Cell, pinned: bool) -> None:
+def compile_cell(cell: Cell, pinned: bool) -> None:
     """Compile a cell's kernels into the disk cache, by running it with few keys."""
     # Not so few that another kernel runs.
     most = max(2 * cell.page, cuda_decode.SHORT_KEYS + 1)
     few = tuple(min(length, most) for length in cell.lengths)
     tensors = Tensors(dataclasses.replace(cell, lengths=few), "cuda", copies=1)
-    for tiles in (None, *(CANDIDATES[:PINNED] if pinned else ())):
+    for tiles in (None, *(CANDIDATES[:PINNED_TILES] if pinned else ())):
         decode_tiles.OVERRIDE[:] = [] if tiles is None else [tiles]
         try:
             ours(tensors)(0)
-        except (RuntimeError, *too_much()) as why:
+        except (RuntimeError, *out_of_resources()) as why:
             print(f"{cell.name} {tiles}: {str(why).splitlines()[0][:90]}", flush=True)
         finally:
             decode_tiles.OVERRIDE.clear()
@@ -149,11 +151,11 @@ def compiled(cell: Cell, pinned: bool) -> None:
 def pinned_us(cell: Cell, device: str) -> float | None:
     """Our best time [µs] over a dozen fixed tiles instead of the table's, of those that fit."""
     tensors, times = Tensors(cell, device), list[float]()
-    for tiles in CANDIDATES[:PINNED]:
+    for tiles in CANDIDATES[:PINNED_TILES]:
         decode_tiles.OVERRIDE[:] = [tiles]
         try:
-            times.append(round(seconds(ours(tensors), tensors) * 1e6, 2))
-        except (RuntimeError, *too_much()) as why:
+            times.append(round(cell_seconds(ours(tensors), tensors) * 1e6, 2))
+        except (RuntimeError, *out_of_resources()) as why:
             print(f"{cell.name} {tuple(tiles)}: {str(why).splitlines()[0][:90]}", flush=True)
         finally:
             decode_tiles.OVERRIDE.clear()

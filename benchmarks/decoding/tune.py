@@ -18,7 +18,7 @@ from colonnade.kernels.attention import decode_tiles
 from colonnade.kernels.attention.decode_plan import DECODE_ROWS
 from colonnade.kernels.attention.decode_tiles import Tiles
 from decoding import chunked_prefill, kv8
-from decoding.decode_cells import Cell, Tensors, ours, replayed, seconds
+from decoding.decode_cells import Cell, Tensors, cell_seconds, graph_seconds, ours
 
 CANDIDATES = [
     Tiles(tile, warps, stages, workers, 64, 32)
@@ -29,17 +29,17 @@ CANDIDATES = [
     )
 ]  # fmt: skip
 """Candidate tiles; for the best, other merge sizes and an overlapped merge are tried next."""
-EIGHTS = (
+TILES_8_BIT = (
     (64, 3, 2), (64, 3, 3), (64, 3, 4), (64, 4, 2), (64, 4, 3), (64, 6, 2), (128, 2, 3), (128, 3, 2), (128, 3, 3),
 )  # fmt: skip
 """Keys per tile, stages and workers per SM, for 8-bit caches."""
-EIGHT_AT = ((256, 256), (32, 2048), (1, 65_536), (16, 65_536))
+CELLS_8_BIT = ((256, 256), (32, 2048), (1, 65_536), (16, 65_536))
 MERGED_AT = ((139, 200, 1, 16), (186, 844, 1, 5), (32, 303, 7, 8), (10, 472, 11, 7), (222, 15_265, 1, 8))
 """(requests, keys, heads, group) where lines are split into at most two or three."""
 TUNED_AT = ((256, 256), (32, 2048), (4, 16384), (1, 65536), (1, 4096), (7, 900))
 
 
-def too_much() -> tuple[type[Exception], ...]:
+def out_of_resources() -> tuple[type[Exception], ...]:
     """Exceptions that Triton raises for tiles that do not fit into shared memory or registers."""
     from triton.runtime.errors import OutOfResources
 
@@ -50,9 +50,9 @@ def mean_s(cells: Sequence[Tensors]) -> float:
     """The geometric mean of our times; infinite if tiles do not fit."""
     try:
         return statistics.geometric_mean(
-            seconds(ours(tensors, kernels="triton"), tensors, rounds=7) for tensors in cells
+            cell_seconds(ours(tensors, kernels="triton"), tensors, rounds=7) for tensors in cells
         )
-    except too_much():
+    except out_of_resources():
         return math.inf
 
 
@@ -62,7 +62,7 @@ def tune(read: float, out: Path, widths: Sequence[int]) -> None:
     record["costs"]["bytes_a_ns"] = round(read / 1e9)
     decode_tiles.table()["costs"]["bytes_a_ns"] = record["costs"]["bytes_a_ns"]
     for row in (row for row in record["rows"] if row["width"] in widths and row["rows"] > DECODE_ROWS):
-        tune_many(row, record["costs"])
+        tune_prefill(row, record["costs"])
     for row in (row for row in record["rows"] if row["width"] in widths and row["rows"] <= DECODE_ROWS):
         group = 8 if row["rows"] == 16 else 64
         cells = [Tensors(Cell((S,) * B, K=2, group=group, H=row["width"]), "cuda") for B, S in TUNED_AT]
@@ -101,41 +101,41 @@ def tune(read: float, out: Path, widths: Sequence[int]) -> None:
         print(f"  a merged row {row_ns} ns: {rows[row_ns] * 1e6:.2f} µs", flush=True)
     record["costs"] |= {"start_ns": start, "merge_ns": merge, "row_ns": min(rows, key=lambda price: rows[price])}
     record["measured_on"] = torch.cuda.get_device_name()
-    out.write_text(written(record), encoding="utf-8")
+    out.write_text(table_json(record), encoding="utf-8")
 
 
-def tune_eight(out: Path, widths: Sequence[int]) -> None:
+def tune_8_bit(out: Path, widths: Sequence[int]) -> None:
     """Measure tiles for 8-bit caches, for each decode row of the table."""
     record = json.loads(json.dumps(decode_tiles.table()))
     for row in (row for row in record["rows"] if row["width"] in widths and row["rows"] <= DECODE_ROWS):
         group = 8 if row["rows"] == 16 else 64
         tensors = [
-            Tensors(Cell((S,) * B, group=group, H=row["width"], dtype=torch.bfloat16), "cuda") for B, S in EIGHT_AT
+            Tensors(Cell((S,) * B, group=group, H=row["width"], dtype=torch.bfloat16), "cuda") for B, S in CELLS_8_BIT
         ]
-        caches = [[kv8.rounded(x, torch.float8_e4m3fn, scaled=False)[0] for x in (t.k, t.v)] for t in tensors]
+        caches = [[kv8.to_8_bits(x, torch.float8_e4m3fn, scaled=False)[0] for x in (t.k, t.v)] for t in tensors]
         base, took = Tiles(**row["tiles"]), dict[Tiles, float]()
-        for tile, stages, workers in EIGHTS:
+        for tile, stages, workers in TILES_8_BIT:
             how = base._replace(tile=tile, stages=stages, workers=workers)
             decode_tiles.OVERRIDE[:] = [how]
             try:
                 times = [
-                    replayed(kv8.call(t, k, v, None, kernels="triton"), t.copies, "cuda", rounds=7)
+                    graph_seconds(kv8.call(t, k, v, None, kernels="triton"), t.copies, "cuda", rounds=7)
                     for t, (k, v) in zip(tensors, caches, strict=True)
                 ]
-            except too_much():
+            except out_of_resources():
                 continue
             took[how] = statistics.geometric_mean(times)
             print(f"  {tuple(how)}: {' '.join(f'{1e6 * s:.2f}' for s in times)} µs", flush=True)
         decode_tiles.OVERRIDE.clear()
         row["eight"] = min(took, key=lambda how: took[how])._asdict()
         print(f"8 bits, {row['rows']} rows, width {row['width']}: {row['eight']}", flush=True)
-    out.write_text(written(record), encoding="utf-8")
+    out.write_text(table_json(record), encoding="utf-8")
 
 
-def tune_many(row: dict[str, Any], prices: dict[str, Any]) -> None:
+def tune_prefill(row: dict[str, Any], prices: dict[str, Any]) -> None:
     """Tune prefill tiles on prompt chunks; the longest one gives the rate of the tensor cores."""
     cells = [replace(cell, H=row["width"]) for cell in chunked_prefill.CELLS]
-    tensors = [(cell, chunked_prefill.made(cell, "cuda")) for cell in cells]
+    tensors = [(cell, chunked_prefill.make_tensors(cell, "cuda")) for cell in cells]
     took: dict[Tiles, float] = {}
     for how in (Tiles(**row["tiles"]), *chunked_prefill.CANDIDATES):
         decode_tiles.OVERRIDE[:] = [how]
@@ -151,7 +151,7 @@ def tune_many(row: dict[str, Any], prices: dict[str, Any]) -> None:
     print(f"{row['rows']} rows, width {row['width']}: {best}, {rate / 1e3:.0f} TFLOP/s", flush=True)
 
 
-def written(record: dict[str, Any]) -> str:
+def table_json(record: dict[str, Any]) -> str:
     """The tile table as JSON text, one row per line."""
     rows = ",\n".join(
         f'    {{ "rows": {row["rows"]}, "width": {row["width"]}, '

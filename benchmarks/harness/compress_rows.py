@@ -104,7 +104,7 @@ SERVED = 2
 
 
 @dataclass(frozen=True)
-class Bench:
+class CompressBench:
     """Where models and logits are kept, and the settings of every process."""
 
     folder: Path

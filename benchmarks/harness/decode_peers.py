@@ -27,7 +27,7 @@ THREADS = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"
 Prompts = Sequence[Sequence[int]]
 
 
-class Took(NamedTuple):
+class DecodeTimes(NamedTuple):
     """CPU times of one run [s]."""
 
     first_s: float
@@ -37,7 +37,7 @@ class Took(NamedTuple):
     ids: list[list[int]]
 
 
-Run = Callable[[Prompts, int], Took]
+Run = Callable[[Prompts, int], DecodeTimes]
 
 
 # -- the process of an engine ------------------------------------------------------------------------------------------
@@ -50,7 +50,7 @@ def vllm(folder: str, dtype: str) -> Run:
                  enable_prefix_caching=False).llm_engine  # fmt: skip
     number = 0
 
-    def run(prompts: Prompts, new_tokens: int) -> Took:
+    def run(prompts: Prompts, new_tokens: int) -> DecodeTimes:
         nonlocal number
         params = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True, detokenize=False)
         answers: dict[str, list[int]] = {}
@@ -66,7 +66,7 @@ def vllm(folder: str, dtype: str) -> Run:
             if first is None and all(answers.values()):
                 first = time.process_time()
         assert first is not None
-        return Took(first - began, time.process_time() - first, list(answers.values()))
+        return DecodeTimes(first - began, time.process_time() - first, list(answers.values()))
 
     return run
 
@@ -80,7 +80,7 @@ def ctranslate2(folder: str, dtype: str) -> Run:
         engine.converters.TransformersConverter(folder).convert(converted, quantization=dtype, force=True)
         generator = engine.Generator(converted, compute_type=dtype, inter_threads=1, intra_threads=1)
 
-    def run(prompts: Prompts, new_tokens: int) -> Took:
+    def run(prompts: Prompts, new_tokens: int) -> DecodeTimes:
         tokens = [tokenizer.convert_ids_to_tokens(list(prompt)) for prompt in prompts]
         ticks: list[float] = []
 
@@ -93,7 +93,7 @@ def ctranslate2(folder: str, dtype: str) -> Run:
             tokens, max_length=new_tokens, min_length=new_tokens, include_prompt_in_result=False, callback=tick,
         )  # fmt: skip
         ids = [result.sequences_ids[0] for result in results]
-        return Took(ticks[len(prompts) - 1] - began, ticks[-1] - ticks[len(prompts) - 1], ids)
+        return DecodeTimes(ticks[len(prompts) - 1] - began, ticks[-1] - ticks[len(prompts) - 1], ids)
 
     return run
 
@@ -115,14 +115,14 @@ def transformers(folder: str, dtype: str) -> Run:
             self.ticks.append(time.process_time())
             return torch.zeros(len(input_ids), dtype=torch.bool)
 
-    def run(prompts: Prompts, new_tokens: int) -> Took:
+    def run(prompts: Prompts, new_tokens: int) -> DecodeTimes:
         clock, ids_BS = Clock(), torch.tensor(prompts)
         began = time.process_time()
         out_BS = model.generate(ids_BS, attention_mask=torch.ones_like(ids_BS), max_new_tokens=new_tokens,
                                 do_sample=False, use_cache=True,
                                 stopping_criteria=StoppingCriteriaList([clock]))  # fmt: skip
         first, last = clock.ticks[0], clock.ticks[-1]
-        return Took(first - began, last - first, out_BS[:, ids_BS.shape[1] :].tolist())
+        return DecodeTimes(first - began, last - first, out_BS[:, ids_BS.shape[1] :].tolist())
 
     return run
 
@@ -142,7 +142,7 @@ def main() -> None:
 
 
 @contextmanager
-def started(name: str, python: Path, folder: Path, dtype: str, log: TextIO) -> Iterator[Run]:
+def peer_process(name: str, python: Path, folder: Path, dtype: str, log: TextIO) -> Iterator[Run]:
     """A function that runs an engine in a process of ``python``, which ends with the block; it writes to ``log``."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | THREADS
     process = subprocess.Popen(
@@ -159,9 +159,9 @@ def started(name: str, python: Path, folder: Path, dtype: str, log: TextIO) -> I
             raise RuntimeError(f"{name} ended: {Path(log.name).read_text()[-2000:]}")
         return json.loads(line)
 
-    def run(prompts: Prompts, new_tokens: int) -> Took:
+    def run(prompts: Prompts, new_tokens: int) -> DecodeTimes:
         print(json.dumps([prompts, new_tokens]), file=to, flush=True)
-        return Took(*answer())
+        return DecodeTimes(*answer())
 
     with process:
         try:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from colonnade.errors import DataError
 
-BYTES_A_S = 2000
+BYTES_PER_S = 2000
 HEADER = 20
 """Bytes before the data of a file of a conversation or a scene."""
 TEXTS, PERSONS = 32, 11
@@ -26,13 +26,13 @@ CHOICE = 96
 """Bytes of the choices of one level of a conversation."""
 REMARKS = 40
 """Number of the first remark."""
-MOST_OBJECTS = 99
+MAX_OBJECTS = 99
 """Objects of a scene: names have two digits."""
-LEAST_RATE, MOST_RATE = 6.0, 22.0
+MIN_RATE, MAX_RATE = 6.0, 22.0
 """Plausible letters per second."""
 TEXT, PRINTABLE = re.compile(rb"[\t\r\n\x20-\xff]*\*[\t\r\n\x20-\xff]*"), re.compile(rb"[\x20-\xff]*")
 """The bytes of a text of a conversation, which has at least one animation, and of a text of a scene."""
-LEAST_SHARE = 0.8
+MIN_SHARE = 0.8
 """Smallest share of plausible lines of a scene."""
 
 
@@ -46,7 +46,7 @@ class Line(NamedTuple):
     @property
     def plausible(self) -> bool:
         """Whether a text of this length fits the time."""
-        return LEAST_RATE <= len(self.text) * BYTES_A_S / max(1, len(self.mp3)) <= MOST_RATE
+        return MIN_RATE <= len(self.text) * BYTES_PER_S / max(1, len(self.mp3)) <= MAX_RATE
 
 
 def lines(folder: Path) -> list[Line]:
@@ -119,7 +119,7 @@ def _scene(stem: str, data: bytes, files: dict[str, bytes]) -> list[Line]:
     best: list[Line] = []
     for first in (i for i in range(0, len(data), 2) if data[i]):
         place, number, found = first, 0, list[Line]()
-        while number < MOST_OBJECTS and place < len(data) - 1:
+        while number < MAX_OBJECTS and place < len(data) - 1:
             text = data[place + 1 : place + 1 + data[place]]
             if len(text) < data[place] or not PRINTABLE.fullmatch(text):
                 break
@@ -129,4 +129,4 @@ def _scene(stem: str, data: bytes, files: dict[str, bytes]) -> list[Line]:
             place += place % 2
         if sum(line.plausible for line in found) > sum(line.plausible for line in best):
             best = found
-    return best if sum(line.plausible for line in best) >= LEAST_SHARE * len(best) else []
+    return best if sum(line.plausible for line in best) >= MIN_SHARE * len(best) else []

@@ -23,7 +23,7 @@ TIMEOUT_S = 120.0
 
 
 @dataclass
-class Served:
+class LoadResult:
     """The answers of a run."""
 
     seconds: float = 0.0
@@ -47,14 +47,14 @@ class Served:
 
 def closed_loop(
     urls: Sequence[str], request: dict[str, Any], clients: int, seconds: float, patience_s: float = TIMEOUT_S
-) -> Served:
+) -> LoadResult:
     """Load of ``clients`` clients; ``request`` are the arguments of ``httpx``'s ``post``.
 
     Requests are sent for ``seconds``; ``patience_s`` later those that are not answered are cancelled.
     """
 
-    async def run() -> Served:
-        served = Served()
+    async def run() -> LoadResult:
+        served = LoadResult()
 
         async def client(http: httpx.AsyncClient, url: str, end: float) -> None:
             while (start := time.perf_counter()) < end:
@@ -74,15 +74,15 @@ def closed_loop(
     return asyncio.run(run())
 
 
-def open_loop(urls: Sequence[str], request: dict[str, Any], rate: float, seconds: float, seed: int = 0) -> Served:
+def open_loop(urls: Sequence[str], request: dict[str, Any], rate: float, seconds: float, seed: int = 0) -> LoadResult:
     """Load of ``rate`` requests per second on average."""
     draw, arrivals = random.Random(seed), [0.0]
     while arrivals[-1] < seconds:
         arrivals.append(arrivals[-1] + draw.expovariate(rate))
     del arrivals[-1]
 
-    async def run() -> Served:
-        served, http = Served(), _http(4096)
+    async def run() -> LoadResult:
+        served, http = LoadResult(), _http(4096)
         began = time.perf_counter()
         async with http, asyncio.TaskGroup() as tasks:
             for i, arrival in enumerate(arrivals):
@@ -99,7 +99,7 @@ def _http(connections: int) -> httpx.AsyncClient:
     return httpx.AsyncClient(timeout=TIMEOUT_S, limits=httpx.Limits(max_connections=connections))
 
 
-async def _send(http: httpx.AsyncClient, url: str, request: dict[str, Any], start: float, served: Served) -> None:
+async def _send(http: httpx.AsyncClient, url: str, request: dict[str, Any], start: float, served: LoadResult) -> None:
     try:
         reply = await http.post(url, **request)
     except httpx.HTTPError:

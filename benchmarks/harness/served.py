@@ -12,7 +12,7 @@ from harness.report import ROOT
 
 
 @contextmanager
-def served(
+def running_server(
     model: str | Path, *flags: str, device: str = "cpu", root: Path = ROOT, **environment: str
 ) -> Iterator[tuple[str, int]]:
     """(URL, process id) of a server of ``model`` on any free port, from the checkout ``root``; stopped at the end."""

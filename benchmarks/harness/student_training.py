@@ -39,7 +39,7 @@ class Kind(NamedTuple):
         return self.loss if self.loss == LABELS else f"{self.loss}, mix {self.mix:g}"
 
 
-class Choice(NamedTuple):
+class Hyperparameters(NamedTuple):
     """What the first seed's development accuracy decides for each kind."""
 
     lr: float
@@ -82,10 +82,10 @@ class Settings:
         """The kinds of students that are trained."""
         return [Kind(LABELS), *(Kind(loss, mix) for mix in self.mixes for loss in ("kl", "dist"))]
 
-    def choices(self, kind: Kind) -> list[Choice]:
+    def choices(self, kind: Kind) -> list[Hyperparameters]:
         """The learning rates and temperatures tried with the first seed."""
         temperatures = (1.0,) if kind.loss == LABELS else self.temperatures
-        return [Choice(*each) for each in product(self.rates, temperatures)]
+        return [Hyperparameters(*each) for each in product(self.rates, temperatures)]
 
 
 class StudentJob(NamedTuple):
@@ -93,7 +93,7 @@ class StudentJob(NamedTuple):
 
     kind: Kind
     seed: int
-    choice: Choice
+    choice: Hyperparameters
 
     @property
     def name(self) -> str:
@@ -126,7 +126,7 @@ def write_start(folder: Path, teacher: colonnade.Model) -> None:
     colonnade.save(colonnade.Model(new, teacher.tokenizer, teacher.context, "start"), folder)
 
 
-def trained(name: str, model: ModelConfig, settings: Settings, rows: list[Example], **given: Any) -> Path:
+def train_run(name: str, model: ModelConfig, settings: Settings, rows: list[Example], **given: Any) -> Path:
     """Train a run, unless it is there, and return its folder."""
     distill = given.pop("distill", DistillConfig())
     train = TrainConfig(
@@ -151,7 +151,7 @@ def accuracies(folder: Path, data: dict[str, list[Example]], device: str) -> Acc
 def train_teacher(settings: Settings, data: dict[str, list[Example]]) -> Accuracies:
     """Fine-tune the encoder."""
     steps = max(1, round(settings.epochs * len(data["labelled"]) / settings.batch))
-    folder = trained(
+    folder = train_run(
         "teacher", classifier(settings.teacher, len(PERIODS)), settings, data["labelled"], lr=2e-4, steps=steps,
         warmup=steps // 10, pretrained_checkpoint=settings.teacher, save_every=steps, seed=0, dropout=0.1,
     )  # fmt: skip
@@ -170,7 +170,7 @@ def train_student(job: StudentJob, settings: Settings, data: dict[str, list[Exam
         )  # fmt: skip
         rows = data["transfer"] or rows
     start = settings.keep / "start"
-    folder = trained(
+    folder = train_run(
         job.name, open_model(start).config, settings, rows, distill=distill, seed=job.seed, lr=lr,
         steps=settings.steps, warmup=settings.steps // 10, save_every=settings.steps,
         pretrained_checkpoint=str(start), freeze=("embed",),
@@ -178,7 +178,7 @@ def train_student(job: StudentJob, settings: Settings, data: dict[str, list[Exam
     return {**accuracies(folder, data, settings.device), "seconds": time.perf_counter() - began}
 
 
-def ready(device: str) -> None:
+def prepare_worker(device: str) -> None:
     """In a worker: import what jobs need, and open the device."""
     torch.zeros(1, device=device)
 
@@ -195,7 +195,7 @@ def train_all(settings: Settings) -> dict[str, Any]:
 
     with ProcessPoolExecutor(settings.jobs, multiprocessing.get_context("spawn")) as pool:
         for _ in range(settings.jobs):  # they start while the teacher trains
-            pool.submit(ready, settings.device)
+            pool.submit(prepare_worker, settings.device)
         tokenizer = colonnade.load_tokenizer(settings.teacher)
         data = {part: examples(tokenizer, rows, SEQUENCE) for part, rows in settings.parts().items()}
         keep("sizes", {part: len(rows) for part, rows in data.items()})
@@ -216,10 +216,10 @@ def train_all(settings: Settings) -> dict[str, Any]:
         kinds = settings.kinds
         run([StudentJob(kind, 0, choice) for kind in kinds for choice in settings.choices(kind)])
         seeds = range(1, settings.seeds)
-        run([StudentJob(kind, seed, best_choice(kind, settings, known)) for seed in seeds for kind in kinds])
+        run([StudentJob(kind, seed, best_hyperparameters(kind, settings, known)) for seed in seeds for kind in kinds])
     return known
 
 
-def best_choice(kind: Kind, settings: Settings, known: dict[str, Any]) -> Choice:
+def best_hyperparameters(kind: Kind, settings: Settings, known: dict[str, Any]) -> Hyperparameters:
     """The choice with the best development accuracy of the first seed."""
     return max(settings.choices(kind), key=lambda choice: known[StudentJob(kind, 0, choice).name]["development"])

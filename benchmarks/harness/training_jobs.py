@@ -75,7 +75,7 @@ class Job:
         self.plan.check(self.config)
         config, train = self.config, self.train
         spans = [span for _, span in context.stages(config.layers)]
-        model = filled(self.model(context, spans))
+        model = random_weights(self.model(context, spans))
         if train.float8 != "none":
             enable_float8(model.blocks, train.float8)
         assert train.recompute != "budget", "a benchmark sets recomputation explicitly"
@@ -108,48 +108,53 @@ class Job:
                 block.compile()
 
 
-def series(jobs: Sequence[Job], device: str, keep: Path | None = None) -> list[Row]:
+def run_jobs(jobs: Sequence[Job], device: str, keep: Path | None = None) -> list[Row]:
     """A row per job, smallest world first; rows in the file ``keep`` are not measured again."""
-    recorded = kept(keep)
+    recorded = read_rows(keep)
     for world in sorted({job.plan.world for job in jobs}):
         missing = tuple(job for job in jobs if job.plan.world == world and job.key not in recorded)
         if missing:
-            rows = launch(work, (missing, device, keep), Plan(dp=world))
+            rows = launch(run_on_rank, (missing, device, keep), Plan(dp=world))
             recorded |= {job.key: row for job, row in zip(missing, rows, strict=True)}
     return [recorded[job.key] for job in sorted(jobs, key=lambda job: job.plan.world)]
 
 
-def kept(keep: Path | None) -> dict[str, Any]:
+def read_rows(keep: Path | None) -> dict[str, Any]:
     """Recorded rows by key."""
     lines = keep.read_text(encoding="utf-8").splitlines() if keep is not None and keep.exists() else []
     return dict(json.loads(line) for line in lines)
 
 
-def work(jobs: Sequence[Job], device: str, keep: Path | None = None) -> list[Row]:
+def run_on_rank(jobs: Sequence[Job], device: str, keep: Path | None = None) -> list[Row]:
     """Runs the jobs of one world on every rank, one after another."""
     rows: list[Row] = []
     with DistributedContext.build(Plan(dp=jobs[0].plan.world), device) as context:
         for job in jobs:
             with DistributedContext.build(job.plan, device) as layout:
-                row: Row = {"what": job.name, "plan": str(job.plan), "ranks": job.plan.world, **measured(job, layout)}
+                row: Row = {
+                    "what": job.name,
+                    "plan": str(job.plan),
+                    "ranks": job.plan.world,
+                    **measure_job(job, layout),
+                }
             rows.append(row)
             if context.rank == 0:
                 print(json.dumps(row), flush=True)
                 if keep is not None:
                     with keep.open("a", encoding="utf-8") as file:
                         file.write(json.dumps([job.key, row]) + "\n")
-            forget(context.device)
+            free_memory(context.device)
     return rows
 
 
-def measured(job: Job, context: DistributedContext) -> Row:
+def measure_job(job: Job, context: DistributedContext) -> Row:
     """The speed of one job, the same on every rank except for this rank's breakdown."""
     if context.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(context.device)
     step = job.start(context)
     began = time.perf_counter()
     first, *_ = [float(step(i)) for i in range(job.warm)]
-    settle(context.device)
+    synchronize(context.device)
     warm_s = time.perf_counter() - began
     step_s = statistics.median(durations(lambda i: step(job.warm + i), job.steps, context.device))
     tokens = job.batch * job.sequence * job.plan.data_ranks
@@ -164,7 +169,7 @@ def measured(job: Job, context: DistributedContext) -> Row:
         "peak_gib": peak_gib(context.device),
         "warm_up_s": round(warm_s, 1),
     }
-    return row | (spent(traced(step, job.traced, context.device)) if job.traced else {})
+    return row | (breakdown_cells(trace_steps(step, job.traced, context.device)) if job.traced else {})
 
 
 def tflops(rate: float, job: Job, *, causal: bool) -> float:
@@ -173,7 +178,7 @@ def tflops(rate: float, job: Job, *, causal: bool) -> float:
 
 
 @torch.no_grad()
-def filled(model: Transformer) -> Transformer:
+def random_weights(model: Transformer) -> Transformer:
     """``model`` with random matrices and biases of 0; an unsharded weight is the same on every rank."""
     for name, parameter in model.named_parameters():
         if parameter.dim() < 2:
@@ -227,7 +232,7 @@ def replays(run: Callable[[], Any], times: int, device: torch.device) -> list[fl
     return found
 
 
-def settle(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
     """Synchronize with the device."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -241,7 +246,7 @@ def peak_gib(device: torch.device) -> float | None:
     return round(world_axis().max_(mine).item(), 1)
 
 
-def forget(device: torch.device) -> None:
+def free_memory(device: torch.device) -> None:
     """Free the last job's model and graphs."""
     torch._dynamo.reset()
     gc.collect()
@@ -249,7 +254,7 @@ def forget(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def traced(step: Callable[[int], Any], steps: int, device: torch.device) -> Breakdown:
+def trace_steps(step: Callable[[int], Any], steps: int, device: torch.device) -> Breakdown:
     """Breakdown of the time of a few steps on this rank."""
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
     with tempfile.TemporaryDirectory() as folder:
@@ -263,12 +268,12 @@ def traced(step: Callable[[int], Any], steps: int, device: torch.device) -> Brea
             for i in range(1 + steps):
                 step(i)
                 if i in (0, steps):  # so that the trace contains all device work of the traced steps
-                    settle(device)
+                    synchronize(device)
                 watched.step()
         return breakdown(json.loads(path.read_text(encoding="utf-8")))
 
 
-def spent(found: Breakdown) -> Row:
+def breakdown_cells(found: Breakdown) -> Row:
     """A breakdown as cells [ms]; the traced steps are slower than the timed ones."""
     names = ("step", "compute", "matmul", "attention", "communication_exposed", "communication_hidden", "idle")
     return {f"traced_{name}_ms": round(1e3 * found.row[f"{name}_s"], 2) for name in names}
@@ -277,7 +282,7 @@ def spent(found: Breakdown) -> Row:
 # -- what the scripts' command lines share -------------------------------------------------------------------------
 
 
-def parser(doc: str | None) -> argparse.ArgumentParser:
+def make_parser(doc: str | None) -> argparse.ArgumentParser:
     """A parser with --tiny, --keep and --out."""
     made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--tiny", action="store_true", help="tiny models over gloo on a CPU: a smoke test")
@@ -288,14 +293,14 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
     return made
 
 
-def place(args: argparse.Namespace) -> tuple[str, Path, str]:
+def device_and_folder(args: argparse.Namespace) -> tuple[str, Path, str]:
     """(device, folder, suffix of the result's name) from the command line."""
     if args.tiny:
         return "cpu", folder_of(args.out, toy=True), "tiny"
     return "cuda", folder_of(args.out, toy=False), torch.cuda.get_device_name().split()[-1].lower()
 
 
-def enough(args: argparse.Namespace, gpus: int) -> bool:
+def has_gpus(args: argparse.Namespace, gpus: int) -> bool:
     """Whether this machine has enough GPUs; prints a message otherwise."""
     has = torch.cuda.device_count()
     if not args.tiny and has < gpus:

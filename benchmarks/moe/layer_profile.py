@@ -32,10 +32,10 @@ def timeline(run: Callable[[], object], *, gpu: bool) -> list[tuple[str, float, 
         for e in record.events() or []
         if (e.device_type == DeviceType.CUDA if gpu else e.cpu_parent is None)
     ]
-    return after_each_other(kernels)
+    return without_overlap(kernels)
 
 
-def after_each_other(kernels: Iterable[tuple[str, float, float]]) -> list[tuple[str, float, float]]:
+def without_overlap(kernels: Iterable[tuple[str, float, float]]) -> list[tuple[str, float, float]]:
     """Kernels by start time, without their overlap with the previous one."""
     found, end = [], 0.0
     for name, start, took in sorted(kernels, key=lambda it: it[1]):

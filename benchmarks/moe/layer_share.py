@@ -58,7 +58,7 @@ def layer_of(active: int, weights: Weights) -> MixtureOfExperts:
     return layer
 
 
-def measured(layer: MixtureOfExperts, x_TD: Tensor, *, back: bool, gpu: bool) -> Shares:
+def measure_shares(layer: MixtureOfExperts, x_TD: Tensor, *, back: bool, gpu: bool) -> Shares:
     """Medians of a few passes of inference, or with ``back`` of training.
 
     A library GEMM that also runs in the router alone counts as the router's.

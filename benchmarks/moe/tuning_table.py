@@ -6,7 +6,7 @@ from typing import Any
 from colonnade.kernels.experts.tiles import GroupedTiles
 
 
-def merged(record: dict[str, Any], parts: list[dict[str, Any]]) -> dict[str, Any]:
+def merge_tables(record: dict[str, Any], parts: list[dict[str, Any]]) -> dict[str, Any]:
     """The table, with shapes replaced or added by those of ``parts``."""
     shapes = {(s["E"], s["F"], s["D"]): s for s in record["shapes"]}
     for part in parts:
@@ -16,7 +16,7 @@ def merged(record: dict[str, Any], parts: list[dict[str, Any]]) -> dict[str, Any
     return found | {"kernels": record["kernels"]}
 
 
-def written(record: dict[str, Any]) -> str:
+def table_json(record: dict[str, Any]) -> str:
     """The table as JSON text, a row's tiles on one line, without default values."""
     defaults = GroupedTiles(0, 0, 0, 0, 0)._asdict()
 

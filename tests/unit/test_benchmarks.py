@@ -52,7 +52,7 @@ def rows_of(jobs: list[training_jobs.Job]) -> list[training_jobs.Row]:
     """Runs jobs as ``series`` does, on worker processes that are already up; returns rank 0's rows."""
     results = []
     for world in sorted({job.plan.world for job in jobs}):
-        results += run(world, training_jobs.work, [job for job in jobs if job.plan.world == world], "cpu")[0]
+        results += run(world, training_jobs.run_on_rank, [job for job in jobs if job.plan.world == world], "cpu")[0]
     return results
 
 
@@ -83,7 +83,7 @@ def test_attention_benchmark() -> None:
 @pytest.mark.slow
 def test_pipeline_bubble_benchmark() -> None:
     size = bubble.sizes(tiny=True)
-    rows, heads = bubble.judged([row for n in (1, 2) for row in run(n, bubble.work, n, size, "cpu")[0]])
+    rows, heads = bubble.with_bubbles([row for n in (1, 2) for row in run(n, bubble.work, n, size, "cpu")[0]])
     assert {row["schedule"] for row in rows} == {"one rank", "gpipe", "1f1b", "interleaved", "zero_bubble"}
     assert len(rows) == 2 * 5 and len(heads) == 4
 
@@ -96,7 +96,7 @@ def test_ideal_step_times_give_the_theoretical_bubble() -> None:
             {"schedule": plan.schedule, "ranks": 4, "micro_batches": m, "step_ms": 3 * (m + b), "waits": b}
             for m in (8, 16)
         ]
-    results, _ = bubble.judged(rows)
+    results, _ = bubble.with_bubbles(rows)
     for row in results:
         assert row["over_theory"] == pytest.approx(0, abs=1e-4)
         assert row["bubble"] == pytest.approx(row["bubble_theory"], abs=1e-4)
@@ -108,7 +108,7 @@ def test_ideal_step_times_give_the_theoretical_bubble() -> None:
 @pytest.mark.slow
 def test_cost_growth_benchmark(tmp_path: Path) -> None:
     jobs = cost_growth.jobs(True, [1, 2])
-    rows = cost_growth.foretold(jobs, rows_of(jobs))
+    rows = cost_growth.with_predictions(jobs, rows_of(jobs))
     base, deeper = rows[0], next(row for row in rows if row["layers"] == 4)
     assert base["of_foretold"] == 1 and deeper["foretold_tokens_per_s"] < base["foretold_tokens_per_s"]
     assert rows[-1]["foretold_tokens_per_s"] == 2 * base["foretold_tokens_per_s"]
@@ -119,7 +119,7 @@ def test_cost_growth_benchmark(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_weak_scaling_benchmark_and_peers() -> None:
     """torch's layouts compute the same loss with and without sequence parallelism, on one rank and on two."""
-    rows = rows_of(weak_scaling.jobs(True, [1, 2], weak_scaling.WHO))
+    rows = rows_of(weak_scaling.jobs(True, [1, 2], weak_scaling.CONFIGURATIONS))
     torch_rows = [row for row in rows if str(row["what"]).startswith("torch")]
     assert [row["what"] for row in torch_rows] == ["torch", "torch", "torch_sp"]
     assert len({row["first_loss"] for row in torch_rows}) == 1
@@ -144,11 +144,11 @@ def test_a_record_is_written_and_kept_rows_are_reused(tmp_path: Path, monkeypatc
     context.main(argv)
     (row,) = json.loads((tmp_path / "context_tiny.json").read_text())["rows"]
     assert row["ranks"] == 1 and row["share_of_linear"] == 1
-    monkeypatch.setattr("harness.training_jobs.work", lambda *_: pytest.fail("measured again"))
+    monkeypatch.setattr("harness.training_jobs.run_on_rank", lambda *_: pytest.fail("measured again"))
     context.main(argv)
     assert json.loads((tmp_path / "context_tiny.json").read_text())["rows"] == [row]
     with pytest.raises(pytest.fail.Exception, match="measured again"):
-        training_jobs.series(context.jobs(True, [1], 0)[:1] + fsdp.llama_jobs(True, 1)[:1], "cpu", tmp_path / "kept")
+        training_jobs.run_jobs(context.jobs(True, [1], 0)[:1] + fsdp.llama_jobs(True, 1)[:1], "cpu", tmp_path / "kept")
 
 
 @pytest.mark.long
@@ -196,7 +196,7 @@ def test_flash_decoding_benchmark(tmp_path: Path) -> None:
     flash_decoding.main(["--tiny", "--shared", "--out", str(tmp_path)])
     assert len(json.loads((tmp_path / "flash_decoding_shared_tiny.json").read_text())["rows"]) == 3
     file = Path(decode_tiles.__file__).with_name("decode_tiles.json")
-    assert tune.written(decode_tiles.table()) == file.read_text()
+    assert tune.table_json(decode_tiles.table()) == file.read_text()
 
 
 TINY_RUNS = [
@@ -239,8 +239,8 @@ def test_tiny_runs_do_not_change_published_results(
 
 
 def test_labels_are_kept_apart() -> None:
-    assert compress_benchmark.apart([0, 1, 2.5], 1) == [0, 1, 2.5]
-    places = compress_benchmark.apart([0, 0.1, 0.2, 5], 1)
+    assert compress_benchmark.spread_labels([0, 1, 2.5], 1) == [0, 1, 2.5]
+    places = compress_benchmark.spread_labels([0, 0.1, 0.2, 5], 1)
     assert places == pytest.approx([-0.9, 0.1, 1.1, 5]), "centred on their points, and the last stays"
 
 
@@ -305,13 +305,13 @@ def test_flashinfer_reads_the_same_pages_as_ours(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(sys.modules, "flashinfer", SimpleNamespace(BatchDecodeWithPagedKVCacheWrapper=FakeFlashInfer))
     monkeypatch.setattr(decode_cells, "WORKSPACE_BYTES", 1)
     tensors = decode_cells.Tensors(decode_cells.Cell((40, 16, 1, 33), K=2, group=4, H=16, page=16), "cpu", copies=2)
-    expected, ours = decode_cells.exact(tensors), decode_cells.ours(tensors)
-    assert decode_cells.error(ours, expected) > 0.1, "scattered pages give other keys"
+    expected, ours = decode_cells.reference_output(tensors), decode_cells.ours(tensors)
+    assert decode_cells.relative_error(ours, expected) > 0.1, "scattered pages give other keys"
     in_order, scattered = (dict(decode_cells.flashinfer(tensors, in_order=ordered)) for ordered in (True, False))
     names = ["flashinfer" + cores + mode for mode in ("", ", graph mode") for cores in ("", ", tensor cores")]
     assert list(in_order) == list(scattered) == names
     for name in names:
-        assert decode_cells.error(in_order[name], expected) < 1e-6
+        assert decode_cells.relative_error(in_order[name], expected) < 1e-6
         for copy in range(2):
             o = scattered[name](copy)
             assert (o - ours(copy).float()).norm() < 2e-3 * o.norm(), f"{name}, copy {copy}"

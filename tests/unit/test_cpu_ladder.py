@@ -15,7 +15,7 @@ import torch
 
 import cpu_ladder
 from harness import image_worker
-from harness.http_load import Served, closed_loop, open_loop
+from harness.http_load import LoadResult, closed_loop, open_loop
 from harness.resnet import classifier
 
 
@@ -103,7 +103,7 @@ def test_failures_are_counted_apart():
 
 @pytest.mark.parametrize(("percent", "expected"), [(50, 50), (95, 95), (99, 99), (100, 100), (1, 1), (99.5, 100)])
 def test_percentiles_by_nearest_rank(percent: float, expected: int):
-    served = Served(1, [i / 1e3 for i in range(100, 0, -1)])
+    served = LoadResult(1, [i / 1e3 for i in range(100, 0, -1)])
     assert served.percentile_ms(percent) == pytest.approx(expected)
 
 
@@ -160,7 +160,7 @@ def test_steps_on_eight_cores():
         "bfloat16",
         "student",
         "pinned, token ids",
-        cpu_ladder.ASLEEP,
+        cpu_ladder.PINNED_ASLEEP,
     ]
     assert cpu_ladder.environment(cpu_ladder.steps_of("image", settings)[-1])["GOMP_SPINCOUNT"] == "0"
 
@@ -212,7 +212,7 @@ def test_records_of_one_machine_are_joined(described: str, tmp_path: Path):
     assert (joined["name"], joined["command"], len(joined["rows"])) == ("cpu_ladder_8", "run text & run chat", 4)
     assert joined["notes"] == f"{cpu_ladder.__doc__}\ntext: notes of text\nchat: notes of chat"
     assert len(joined["headlines"]) == 2
-    assert {row["service"] for row in cpu_ladder.labelled(tmp_path)} == {"text, 8 cores", "chat, 8 cores"}
+    assert {row["service"] for row in cpu_ladder.rows_by_cores(tmp_path)} == {"text, 8 cores", "chat, 8 cores"}
     for folder, key in (("c", "machine"), ("d", "commit")):
         with pytest.raises(ValueError, match=f"differ in {key}"):
             cpu_ladder.join([tmp_path / "a", tmp_path / folder], services, "x", tmp_path)

@@ -24,7 +24,7 @@ def test_a_peer_in_a_process_of_its_own_gives_our_tokens(tmp_path: Path) -> None
     folder = colonnade.save(whole, tmp_path / "model", format="hf")
     with (
         (tmp_path / "log").open("w") as log,
-        decode_peers.started("transformers", Path(sys.executable), folder, "float32", log) as run,
+        decode_peers.peer_process("transformers", Path(sys.executable), folder, "float32", log) as run,
     ):
         took = [run(PROMPTS, count) for count in (5, 3)]
     engine = Engine(model, tiny.tokenizer(), ServeConfig(pages=40, page_tokens=4))
@@ -39,6 +39,6 @@ def test_a_peer_that_ends_says_why(tmp_path: Path) -> None:
     with (
         (tmp_path / "log").open("w") as log,
         pytest.raises(RuntimeError, match=r"(?s)transformers ended: .*nowhere"),
-        decode_peers.started("transformers", Path(sys.executable), tmp_path / "nowhere", "float32", log),
+        decode_peers.peer_process("transformers", Path(sys.executable), tmp_path / "nowhere", "float32", log),
     ):
         pass

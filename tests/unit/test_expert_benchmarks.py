@@ -83,11 +83,13 @@ def test_verdict_and_count_of_dead_experts() -> None:
 
     dense = [row("dense", "dense", seed, 3.0) for seed in (0, 1)]
     won = dense + [row("experts", "switch loss", seed, 2.9) for seed in (0, 1)] + [row("experts", "none", 0, 9.0)]
-    assert moe_study.judge(won).endswith("-0.1000 ± 0.0000 nats (-0.1000, -0.1000): the experts win in every seed")
+    assert moe_study.summarise_methods(won).endswith(
+        "-0.1000 ± 0.0000 nats (-0.1000, -0.1000): the experts win in every seed"
+    )
     split = dense + [row("experts", "switch loss", seed, 2.9 + 0.2 * seed) for seed in (0, 1)]
-    assert moe_study.judge(split).endswith("neither wins in every seed")
+    assert moe_study.summarise_methods(split).endswith("neither wins in every seed")
     loads = [{"step": i, "1": {"load": [0 if i > 5 else 50, 10, 10, 10]}} for i in range(20)]
-    assert moe_study.dead(moe_study.Run("none", 0, [], loads)) == (1, 4)
+    assert moe_study.dead_experts(moe_study.Run("none", 0, [], loads)) == (1, 4)
 
 
 def test_a_failing_peer_gets_a_row_with_its_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -160,11 +162,11 @@ def test_each_product_uses_the_fastest_candidate(monkeypatch: pytest.MonkeyPatch
     tuner.run(lambda: None)
     record = json.loads(tune_experts.TABLE.read_text())
     measured = {"measured_on": "a GPU", "shapes": [tuner.record()]}
-    text = tuning_table.written(tuning_table.merged(record, [measured]))
+    text = tuning_table.table_json(tuning_table.merge_tables(record, [measured]))
     table = json.loads(text)
     assert table["kernels"].keys() == record["kernels"].keys() and table["measured_on"].endswith("a GPU")
     again = {**tuner.record(), "kernels": {}}
-    twice = tuning_table.merged(table, [{"measured_on": "none", "shapes": [again]}])
+    twice = tuning_table.merge_tables(table, [{"measured_on": "none", "shapes": [again]}])
     assert [s for s in twice["shapes"] if s["E"] == 8 and s["D"] == 256] == [again], (
         "a shape's new rows replace its old"
     )
@@ -224,7 +226,7 @@ def test_profile_reports_the_time_of_each_kernel(
     assert lines[-1].split() == ["78.0", "us", "in", "all,", "8", "kernels,", "14.0", "us", "between", "them"]
     ready = [("few_up", 2.0, 20.0), ("few_down", 3.0, 30.0), ("copy", 40.0, 5.0), ("early", 41.0, 1.0)]
     taken = [("few_up", 2.0, 20.0), ("few_down", 22.0, 11.0), ("copy", 40.0, 5.0), ("early", 45.0, 0.0)]
-    assert layer_profile.after_each_other(ready[::-1]) == taken
+    assert layer_profile.without_overlap(ready[::-1]) == taken
     monkeypatch.setattr("sys.argv", ["it", "--tiny", "--profile", "--shapes", "qwen3", "--loads", "zipf"])
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     moe_layer.main()
@@ -270,7 +272,7 @@ def test_the_time_of_a_layer_is_divided_into_groups(
     weights, _ = moe_layer.stacks(moe_layer.TINY["qwen3"], "cpu", torch.bfloat16)
     layer = layer_share.layer_of(4, weights)
     assert layer.experts.up.data_ptr() == weights.up_EFD.data_ptr(), "no copies"
-    shares = layer_share.measured(layer, torch.zeros(3, 64).bfloat16(), back=False, gpu=True)
+    shares = layer_share.measure_shares(layer, torch.zeros(3, 64).bfloat16(), back=False, gpu=True)
     assert shares[:4] == (50.0, 10.0, 10.0, 30.0) and shares.share == pytest.approx(0.7)
     monkeypatch.undo()
     monkeypatch.setattr("sys.argv", ["it", "--tiny", "--shares", "--shapes", "qwen3"])

@@ -39,7 +39,7 @@ def write(folder: Path, files: dict[str, bytes], kind: int = 1) -> None:
 
 
 def mp3(seconds: float) -> bytes:
-    return bytes(round(seconds * game_speech.BYTES_A_S))
+    return bytes(round(seconds * game_speech.BYTES_PER_S))
 
 
 def test_lines_have_their_texts(tmp_path: Path) -> None:

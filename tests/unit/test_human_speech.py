@@ -45,17 +45,17 @@ def test_no_text_is_in_two_parts_of_the_prompts(tmp_path):
     for i in range(len(texts)):
         (tmp_path / f"p{i}.g722").touch()
     (tmp_path / "core-sounds-en.txt").write_text("\n".join(f"p{i}: {text}" for i, text in enumerate(texts)))
-    train, choosing, test = ({text for text, _ in part} for part in human_speech.divided(tmp_path, 0))
+    train, choosing, test = ({text for text, _ in part} for part in human_speech.split_prompts(tmp_path, 0))
     assert not train & test and not train & choosing and not test & choosing
     assert "yes" in train
-    assert len(human_speech.divided(tmp_path, 0).test) == human_speech.HELD_OUT
+    assert len(human_speech.split_prompts(tmp_path, 0).test) == human_speech.HELD_OUT
 
 
 def test_recombined_sentences_have_known_pairs_only(tmp_path):
     texts = ["press one to hear it again", "press two to hear it now", "please hold to hear it again"]
     pairs = {pair for text in texts for pair in itertools.pairwise(["", *text.split(), ""])}
     held = {"press two to hear it again"}
-    found = human_speech.recombined(texts, held, 20, np.random.default_rng(0))
+    found = human_speech.recombine_sentences(texts, held, 20, np.random.default_rng(0))
     assert len(found) == 20 and not held & set(found)
     assert all(pair in pairs for text in found for pair in itertools.pairwise(["", *text.split(), ""]))
 
@@ -82,7 +82,7 @@ def test_an_item_ends_after_quiet_and_whatever_follows():
 
 def test_silent_prompts_are_left_out(monkeypatch):
     monkeypatch.setattr(human_speech, "g722", lambda path: np.full(100, float(path.name), np.float32))
-    found = human_speech.heard([("two seconds of silence", Path("0.001")), ("please hold", Path("0.5"))])
+    found = human_speech.load_prompts([("two seconds of silence", Path("0.001")), ("please hold", Path("0.5"))])
     assert [text for text, _ in found] == ["please hold"]
 
 

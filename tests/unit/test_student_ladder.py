@@ -13,9 +13,9 @@ from colonnade.data.readers import sotu_documents
 from colonnade.model import Transformer, initialise
 from colonnade.parallel.distributed_context import DistributedContext
 from harness import student_training
-from harness.http_load import Served
+from harness.http_load import LoadResult
 from harness.speech_periods import PERIODS
-from harness.student_training import LABELS, Choice, Kind, Settings, StudentJob
+from harness.student_training import LABELS, Hyperparameters, Kind, Settings, StudentJob
 from tests.tokens import wordpiece
 
 
@@ -73,13 +73,13 @@ def test_each_kind_takes_its_best_choice() -> None:
     assert [str(kind) for kind in settings.kinds] == [
         LABELS, "kl, mix 0.5", "dist, mix 0.5", "kl, mix 0", "dist, mix 0"
     ]  # fmt: skip
-    assert settings.choices(Kind(LABELS)) == [Choice(1e-3), Choice(2e-3)]
+    assert settings.choices(Kind(LABELS)) == [Hyperparameters(1e-3), Hyperparameters(2e-3)]
     kind = Kind("kl", 0.5)
     tried = settings.choices(kind)
-    assert tried == [Choice(lr, temperature) for lr in (1e-3, 2e-3) for temperature in (1.0, 4.0)]
+    assert tried == [Hyperparameters(lr, temperature) for lr in (1e-3, 2e-3) for temperature in (1.0, 4.0)]
     known = {StudentJob(kind, 0, choice).name: {"development": (5, 7, 6, 4)[i]} for i, choice in enumerate(tried)}
     assert len(known) == 4
-    assert student_training.best_choice(kind, settings, known) == tried[1]
+    assert student_training.best_hyperparameters(kind, settings, known) == tried[1]
 
 
 def test_rows_and_picture(tmp_path: Path) -> None:
@@ -89,7 +89,7 @@ def test_rows_and_picture(tmp_path: Path) -> None:
         for seed in (0, 1):
             accuracies = {"test": 0.6 + 0.05 * i + 0.02 * seed, "development": 0.5}
             known[StudentJob(kind, seed, settings.choices(kind)[0]).name] = accuracies
-    rounds = {name: [Served(1.0, [0.1] * n), Served(1.0, [0.1] * 2 * n)]
+    rounds = {name: [LoadResult(1.0, [0.1] * n), LoadResult(1.0, [0.1] * 2 * n)]
               for name, n in {"default": 2, "pinned": 10, "student": 60}.items()}  # fmt: skip
     rows = student_ladder.make_rows(settings, known, rounds)
     by_name = {row["who"]: row for row in rows}
