@@ -61,7 +61,8 @@ def measure(tiny: bool, rounds: int) -> tuple[list[dict[str, Cell]], list[Headli
             ours, theirs = (statistics.median(times[who]) for who in runs)
             rows.append(
                 {"rows": R, "filter": name, "ours_us": round_significant(ours, 3),
-                 "sorting_us": round_significant(theirs, 3), "ratio": round_significant(theirs / ours, 3), "same_tokens": round_significant(same, 4)}
+                 "sorting_us": round_significant(theirs, 3), "ratio": round_significant(theirs / ours, 3),
+                 "same_tokens": round_significant(same, 4)}
             )  # fmt: skip
             print(format_row(rows[-1]), flush=True)
             heads.append(Headline(f"Sampling of {R} rows, filter: {name}", ours, "µs", "sorting", theirs))

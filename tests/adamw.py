@@ -11,7 +11,7 @@ SIZES = ((3, 7), (1024,), (0, 4), (5, 4099), (1,), (16384 + 1024,))
 """Full blocks, partial blocks, several blocks, and empty tensors."""
 
 
-def drawn(
+def random_states(
     gradient: torch.dtype, copy: torch.dtype | None, device: str = "cpu", sizes: Sequence[tuple[int, ...]] = SIZES
 ) -> list[ParameterState]:
     """Weights with optimizer state; every other one has no compute-dtype copy."""
@@ -30,7 +30,7 @@ def drawn(
     return states
 
 
-def moved(
+def two_steps(
     run: Callable[..., None], weights: Sequence[ParameterState], skip: float = 0.0, factor: float = 0.37
 ) -> list[Tensor]:
     """Two steps of ``run`` on copies of ``weights``, each with its own step count; returns all updated tensors."""

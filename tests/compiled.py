@@ -58,7 +58,7 @@ def product_types(stored: str, scales: str, sizes: Iterable[str]) -> dict[str, A
     return types | {"weight": weight, "up": weight, "eps": "fp32"} | dict.fromkeys(sizes, "i32")
 
 
-def spilled(built: Any, folder: Path) -> int:
+def spilled_bytes(built: Any, folder: Path) -> int:
     """Bytes of registers that each thread spills to memory."""
     return _used(built, "STACK", folder)
 
@@ -79,7 +79,7 @@ def disassembled(built: Any, folder: Path) -> list[str]:
     return [line.strip() for line in text.splitlines() if re.match(r"\s*/\*[0-9a-f]{4,}\*/|\.L_", line)]
 
 
-def loop(lines: list[str], what: str, *, inner: bool = False) -> list[str]:
+def loop_instructions(lines: list[str], what: str, *, inner: bool = False) -> list[str]:
     """Instructions of the longest loop that contains ``what``, or with ``inner`` of the shortest."""
     labels = {line.split(":")[0]: i for i, line in enumerate(lines) if line.startswith(".L_")}
     best: list[str] = []

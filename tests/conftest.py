@@ -75,7 +75,7 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
     torch.manual_seed(0)
-    with fork_server.by_exec() if item.get_closest_marker("exec") else nullcontext():
+    with fork_server.start_by_exec() if item.get_closest_marker("exec") else nullcontext():
         return (yield)
 
 

@@ -12,7 +12,7 @@ from colonnade.kernels.attention.decode_plan import DevicePlan, KernelLayout, Ke
 from colonnade.kernels.attention.page_table import PageTable
 from colonnade.kernels.attention.split_plan import Costs, Plan
 from colonnade.kernels.softmax_state import State
-from tests.guarded import guarded
+from tests.guard_pages import guarded
 
 KERNELS: list[Kernels] = ["auto"]
 """The kernel for requests of few rows; tests of cases that it does not support are skipped."""
@@ -38,7 +38,7 @@ def guarded_plan(ready: DevicePlan) -> DevicePlan:
 
 
 @dataclass
-class Made:
+class CaseTensors:
     """The tensors and plan of a case."""
 
     q: Tensor
@@ -69,7 +69,7 @@ class Made:
         return reference_state(self.q.double(), k, v, self.table, self.layout.shape.window, **self.options)
 
 
-def by_itself(made: Made, t: int, ahead: int = 0) -> State:
+def attend_alone(made: CaseTensors, t: int, ahead: int = 0) -> State:
     """The result for query t of the only request of ``made`` as the only query, with a plan made ``ahead``."""
     (new,), (length,) = made.table.host_lengths
     length += t + 1 - new
@@ -87,7 +87,7 @@ def by_itself(made: Made, t: int, ahead: int = 0) -> State:
     return replace(made, q=q, table=table, layout=layout, ready=ready).run()
 
 
-def every_code(cache: torch.dtype, dtype: torch.dtype, device: str = "cpu") -> Made:
+def all_codes_case(cache: torch.dtype, dtype: torch.dtype, device: str = "cpu") -> CaseTensors:
     """Each finite value of a format as a key and as a value: four requests of one key, one head per element.
 
     With zero queries the output is the row of values, bitwise. Here query n is 64 at element n, so that head n's
@@ -103,7 +103,7 @@ def every_code(cache: torch.dtype, dtype: torch.dtype, device: str = "cpu") -> M
     return made
 
 
-def far_apart(case: "Case", device: str = "cpu") -> Made:
+def extreme_queries(case: "Case", device: str = "cpu") -> CaseTensors:
     """Check ``case``, four heads in one group, with queries above and below float16's range and zero."""
     made = case.made(device)
     for n, times in enumerate((1.0, 0.0, 2.0**-100, 2.0**18)):
@@ -152,7 +152,9 @@ class Case:
     prefixes: tuple[tuple[tuple[int, ...], int], ...] = ()
     """(members, keys): requests that share their first keys, whole pages, with the first member."""
 
-    def made(self, device: str = "cpu", *, ahead: int = 0, capacity: bool = False, prepared: bool = True) -> Made:
+    def made(
+        self, device: str = "cpu", *, ahead: int = 0, capacity: bool = False, prepared: bool = True
+    ) -> CaseTensors:
         """Tensors and a plan; pages are shuffled, and unused cache entries are NaN where the dtype has it."""
         needed = [-(-n // self.page) for n in self.lengths]
         N, P = self.K * self.group, sum(needed) + 2
@@ -195,7 +197,7 @@ class Case:
             else None,
         }
         if not prepared:
-            return Made(q, k, v, table, None, None, None, options, scales)
+            return CaseTensors(q, k, v, table, None, None, None, options, scales)
         longest = max(self.queries)
         if self.many:
             layout = KernelLayout.for_prefill(q, k, window=self.window)
@@ -224,4 +226,4 @@ class Case:
             size = layout.capacity(len(needed) + 1, longest, max(self.lengths) + ahead)
             shared_size = layout.shared_capacity(len(needed) + 1, longest) if layout.shared else None
         ready = layout.prepare(plan, device, size, shared_size)
-        return Made(q, k, v, table, layout, plan, ready, options, scales)
+        return CaseTensors(q, k, v, table, layout, plan, ready, options, scales)

@@ -50,7 +50,7 @@ def nllb(**changes: object) -> ModelConfig:
     return config.replace(**changes)
 
 
-def built(config: ModelConfig, axes: Axes = SOLO_AXES) -> Transformer:
+def random_model(config: ModelConfig, axes: Axes = SOLO_AXES) -> Transformer:
     """This rank's share of a model whose parts all matter."""
     model = initialise(Transformer(config, axes, dtype=torch.float64), 0)
     layout, shapes = layout_of(model), model.global_shapes()

@@ -132,7 +132,7 @@ def experts_with_dropout(run: Callable[..., Tensor], rate: float = 0.3) -> Calla
     return of
 
 
-def in_fewer_bits(weights: Weights, kind: Kind, group: int) -> QuantisedWeights:
+def quantise_experts(weights: Weights, kind: Kind, group: int) -> QuantisedWeights:
     """Quantise each expert's matrices like dense layers, W_down with outputs first."""
 
     def stack(w_ENK: Tensor) -> Quantised:
@@ -144,7 +144,7 @@ def in_fewer_bits(weights: Weights, kind: Kind, group: int) -> QuantisedWeights:
     return QuantisedWeights(stack(up), stack(down.mT), None if gate is None else stack(gate), *biases)
 
 
-def written_out(weights: QuantisedWeights, dtype: torch.dtype) -> Weights:
+def dequantise_experts(weights: QuantisedWeights, dtype: torch.dtype) -> Weights:
     """The dequantised weights."""
 
     def stack(w: Quantised) -> Tensor:

@@ -77,7 +77,7 @@ def install() -> None:
 
 
 @contextlib.contextmanager
-def by_exec() -> Iterator[None]:
+def start_by_exec() -> Iterator[None]:
     """Programs that this process starts in the block start by exec."""
     before, Client.disabled = Client.disabled, True
     try:
@@ -198,7 +198,7 @@ def _start(variables: dict[str, str]) -> socket.socket:
     """Start a fork server by exec; returns its connection."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     null = subprocess.DEVNULL
-    with theirs, by_exec():
+    with theirs, start_by_exec():
         command = [sys.executable, "-m", "tests.fork_server", str(theirs.fileno()), " " * PADDING]
         files = {"pass_fds": [theirs.fileno()], "stdin": null, "stdout": null, "stderr": null}
         server = subprocess.Popen(command, cwd=ROOT, env=variables, **files)

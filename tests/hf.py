@@ -37,7 +37,7 @@ def load(folder: Path, axes: Axes = SOLO_AXES, dtype: torch.dtype = torch.float6
     return model
 
 
-def relay(folder: Path, plan: Plan, out: Path) -> Tensor:
+def load_and_save(folder: Path, plan: Plan, out: Path) -> Tensor:
     """In a worker: load ``folder`` under ``plan``, save it again as ``out`` in small shards, return the logits."""
     with DistributedContext.build(plan, "cpu") as context:
         model = load(folder, context.axes)
@@ -59,7 +59,7 @@ def fail_to_write(folder: Path, plan: Plan, out: Path) -> str:
     return ""
 
 
-def pass_on(folder: Path, plan: Plan, out: Path) -> tuple[dict[str, int], Tensor]:
+def resave(folder: Path, plan: Plan, out: Path) -> tuple[dict[str, int], Tensor]:
     """In a worker: load ``folder`` under ``plan`` and save it again as ``out``.
 
     Returns this rank's share of each expert stack and the logits.

@@ -16,7 +16,7 @@ from colonnade.kernels import triton_adamw, triton_dropout, triton_host_rows
 from colonnade.kernels.adamw import ParameterState
 from colonnade.kernels.attention import cudnn_relative, reference
 from colonnade.kernels.dropout import AttentionDropout
-from tests.adamw import drawn, moved
+from tests.adamw import random_states, two_steps
 
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 6e-4}
 
@@ -138,13 +138,13 @@ def check_adamw() -> int:
     """Moments bitwise; weights to an ulp or two, because torch's CPU sqrt is not always correctly rounded."""
     count = 0
     for gradient, copy in ((torch.float32, None), (torch.float32, torch.float16), (torch.float16, torch.float16)):
-        weights = drawn(gradient, copy)
-        got, exact = (moved(run, weights) for run in (triton_adamw.adamw, adamw_reference.adamw))
+        weights = random_states(gradient, copy)
+        got, exact = (two_steps(run, weights) for run in (triton_adamw.adamw, adamw_reference.adamw))
         for ours, theirs in zip(got, exact, strict=True):
             tolerance = torch.finfo(ours.dtype).eps * 2
             assert ours.dtype == theirs.dtype and torch.allclose(ours, theirs, rtol=tolerance, atol=tolerance)
             assert ours.dtype != torch.float32 or (ours != theirs).float().mean().nan_to_num() < 0.05
-        kept = moved(triton_adamw.adamw, weights, skip=1.0)
+        kept = two_steps(triton_adamw.adamw, weights, skip=1.0)
         assert all(
             torch.equal(x, y) for x, y in zip(kept, [x for w in weights for x in w[1:] if x is not None], strict=True)
         )

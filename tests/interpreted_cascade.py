@@ -15,7 +15,7 @@ from colonnade.kernels.attention import decode_tiles, dispatch, reference, trito
 from colonnade.kernels.attention.cascade import Cascade
 from colonnade.kernels.attention.decode_plan import KernelLayout
 from colonnade.kernels.attention.decode_tiles import OVERRIDE, Tiles
-from tests.decoding import Case, Made
+from tests.decoding import Case, CaseTensors
 from tests.interpreted_decode import same
 
 HOW = [Tiles(16, 4, 2, 2, 8, 32), Tiles(32, 4, 2, 1, 4, 32)]
@@ -42,7 +42,7 @@ SHARED = Case(
 )  # fmt: skip
 
 
-def cascaded(case: Case, **options: bool | int) -> Made:
+def cascaded(case: Case, **options: bool | int) -> CaseTensors:
     made = case.made(**options)
     assert isinstance(made.plan, Cascade) and len(made.plan.groups) == len(case.prefixes), made.plan
     return made

@@ -12,7 +12,7 @@ import torch
 from colonnade.kernels.attention import reference, triton_decode, triton_kv8, triton_merge
 from colonnade.kernels.attention.decode_plan import KernelLayout
 from colonnade.kernels.attention.decode_tiles import OVERRIDE, Tiles
-from tests.decoding import Case, Made, by_itself, every_code, far_apart, scaled
+from tests.decoding import Case, CaseTensors, all_codes_case, attend_alone, extreme_queries, scaled
 from tests.rounding import rows_alike
 
 HOW = [Tiles(16, 4, 2, 2, 2, 32), Tiles(32, 4, 2, 4, 4, 16), Tiles(16, 4, 2, 8, 16, 64)]
@@ -82,7 +82,7 @@ def check_types() -> int:
     return 3
 
 
-def kind(made: Made) -> str | None:
+def kind(made: CaseTensors) -> str | None:
     return triton_kv8.kv8_kind(made.q, made.k, made.v)
 
 
@@ -122,7 +122,7 @@ def check_every_code() -> int:
     OVERRIDE[:] = [HOW[0]]
     for dtype in (torch.float16, torch.bfloat16):
         for cache, name in triton_kv8.KINDS.items():
-            made = every_code(cache, dtype)
+            made = all_codes_case(cache, dtype)
             assert kind(made) == name
             assert torch.allclose(made.run().lse.double(), made.exact().lse, rtol=1e-6, atol=3e-6), cache
             made.q.zero_()
@@ -134,7 +134,7 @@ def check_queries_far_apart() -> int:
     """Queries of one block above and below float16's range and zero; small weights that add up."""
     OVERRIDE[:] = [HOW[0]]
     case = Case([60, 40], [1, 2], K=1, group=4, H=64, page=16, dtype=torch.bfloat16, cache=torch.float8_e4m3fn)
-    made = far_apart(case)
+    made = extreme_queries(case)
     made.q.zero_()
     made.scales = (torch.tensor([2.0**-40]), made.scales[1])
     o, exact = made.run().o, made.exact().o
@@ -216,7 +216,7 @@ def check_bits_on_both_sides_of_few_chunks() -> int:
         for workers, ahead in ((1, 0), (8, 20)):
             layout = replace(made.layout, workers=workers)
             for t in (0, 2, 3, 11) if ahead else (2, 11):
-                assert torch.equal(by_itself(replace(made, layout=layout), t, ahead).o[0], whole.o[t])
+                assert torch.equal(attend_alone(replace(made, layout=layout), t, ahead).o[0], whole.o[t])
                 count += 1
         alone = Case([length], [1], **how).made().run()
         for at, others, queries in ((0, [300, 5], [1, 1]), (2, [40, 90], [9, 1]), (1, [16, 257], [1, 1])):

@@ -40,7 +40,7 @@ def same(run, case: Case, dtype: torch.dtype = torch.float32, tolerance: float =
         assert error < tolerance, (case, name, error)
 
 
-def cut(how: GroupedTiles) -> None:
+def force_tiles(how: GroupedTiles) -> None:
     """Use this tiling for every kernel."""
     tiles.OVERRIDES.update(dict.fromkeys(get_args(Kernel), how))
 
@@ -53,7 +53,7 @@ def check_experts() -> int:
     count, searched = 0, triton_permute.SEARCH_ROWS
     for i, load in enumerate(LOADS):
         shape, triton_permute.SEARCH_ROWS = SHAPES[i % 2], searched * (i % 2)
-        cut(HOW[i % 5])
+        force_tiles(HOW[i % 5])
         gated, biased = i % 4 != 1, i % 3 == 1
         same(
             routed_experts(triton_experts.routed),
@@ -83,12 +83,12 @@ def check_mixtures() -> int:
     """torch's grouped GEMM for each product, and for all; not used with biases or odd widths."""
     mixtures = [{kernel} for kernel in get_args(Kernel)] + [set(get_args(Kernel))]
     for i, by_library in enumerate(mixtures):
-        cut(HOW[i % 5])
+        force_tiles(HOW[i % 5])
         tiles.OVERRIDES.update(dict.fromkeys(by_library, LIBRARY))
         gated = not by_library & {"up"} or len(by_library) > 1
         same(routed_experts(triton_experts.routed), Case(7, 2, 4, 16, 20, load=LOADS[i % 6], gated=gated))
     for i, load in enumerate(LOADS):
-        cut(LIBRARY)
+        force_tiles(LIBRARY)
         activation = ACTIVATIONS[i % 4]
         same(routed_experts(triton_experts.routed), Case(9, 2, 5, 16, 20, load, gated=i % 2 > 0, activation=activation))
     same(routed_experts(triton_experts.routed), Case(5, 2, 4, 24, 20, biased=True))
@@ -96,7 +96,7 @@ def check_mixtures() -> int:
     return len(mixtures) + len(LOADS) + 2
 
 
-def check_few() -> int:
+def check_few_tokens() -> int:
     """The few-token kernel: no expert, one expert, biases, odd widths, several steps.
 
     Also with each token's second expert on another rank.
@@ -122,10 +122,10 @@ def check_few() -> int:
     return 2 * len(cases)
 
 
-def check_later() -> int:
+def check_deferred_wgrad() -> int:
     """Deferred weight gradients over several calls: also without rows, and when not requested."""
     for i, load in enumerate(LOADS[1::2]):
-        cut(HOW[i + 1])
+        force_tiles(HOW[i + 1])
         same(
             routed_in_parts(triton_experts.routed_deferred),
             Case(*SHAPES[3 - i], load=load, gated=i != 1, biased=i == 2, activation=ACTIVATIONS[i]),
@@ -162,7 +162,7 @@ def check_bits() -> int:
     case = Case(*SHAPES[0], load="skewed")
     found = []
     for how in (HOW[0], HOW[0], HOW[1]):
-        cut(how)
+        force_tiles(how)
         found.append(gradients(routed_experts(triton_experts.routed), case, torch.float32))
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
     assert all((found[0][name] - found[2][name]).abs().max() < 1e-5 for name in found[0])
@@ -233,7 +233,7 @@ def check_choice() -> int:
     return count + 1
 
 
-def check_moves() -> int:
+def check_gather_and_combine() -> int:
     """Gather and combine with gradients; also sliced rows and fewer rows than choices.
 
     Rows of choices are both searched and given.
@@ -262,7 +262,7 @@ def check_moves() -> int:
 
 def check_operators() -> int:
     """Custom operators for torch.compile: schemas, fake tensors, autograd registration."""
-    cut(HOW[0])
+    force_tiles(HOW[0])
     case = Case(4, 2, 3, 16, 16, biased=True)
     x, routing, *stacks = case.leaves(torch.float32, "cpu")
     order_R, ends_E = permute.sort(case.ids(), case.E)
@@ -286,6 +286,14 @@ if __name__ == "__main__":
     warnings.simplefilter("error")
     # Unwritten rows after an expert's: whole tiles load and multiply them but must discard the results.
     warnings.filterwarnings("ignore", "(invalid value|overflow|divide by zero) encountered in matmul")
-    checks = check_experts, check_few, check_later, check_mixtures, check_bits, check_sort, check_moves
+    checks = (
+        check_experts,
+        check_few_tokens,
+        check_deferred_wgrad,
+        check_mixtures,
+        check_bits,
+        check_sort,
+        check_gather_and_combine,
+    )
     for check in (*checks, check_counts, check_choice, check_operators):
         print(f"{check.__name__}: {check()} cases", flush=True)

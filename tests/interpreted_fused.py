@@ -19,7 +19,7 @@ from colonnade.kernels.linear.quantise import quantise
 from colonnade.kernels.linear.reference import Gate, Matrix, NormWeights
 from colonnade.kernels.linear.skinny_gemm_tiles import SkinnyTiles
 from colonnade.kernels.rotary import Rotation
-from tests.guarded import guarded
+from tests.guard_pages import guarded
 from tests.sample_cases import sample_cases
 
 DRAW = torch.Generator().manual_seed(0)

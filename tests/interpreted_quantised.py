@@ -24,7 +24,7 @@ from colonnade.kernels.linear import reference as quantised
 from colonnade.kernels.linear.gptq_columns import Rounding
 from colonnade.kernels.linear.quantise import dequantise, quantise
 from colonnade.kernels.linear.skinny_gemm_tiles import SplitKTiles
-from tests.experts import LOADS, Case, in_fewer_bits, written_out
+from tests.experts import LOADS, Case, dequantise_experts, quantise_experts
 from tests.rounding import rows_alike
 
 SHAPES = [(40, 96), (16, 64), (7, 50), (33, 300)]
@@ -110,9 +110,9 @@ def check_experts() -> int:
 def experts_case(case: Case, kind: str, group: int, dtype: torch.dtype, how: ExpertTiles | None) -> None:
     x, routing, *stacks = (None if w is None else w.detach() for w in case.leaves(dtype, "cpu"))
     wide = torch.cat((x, torch.full_like(x, float("nan"))), 1)[:, : case.D]  # sliced rows
-    kept = in_fewer_bits(Weights(*stacks), kind, group)
+    kept = quantise_experts(Weights(*stacks), kind, group)
     order_R, ends_E = permute.sort(case.ids(), case.E, case.rows())
-    plain = written_out(kept, torch.float64)
+    plain = dequantise_experts(kept, torch.float64)
     exact = reference.routed(x.double(), order_R, ends_E, routing.double(), plain, case.activation)
     got = experts_gpu.routed(wide, order_R, ends_E, routing, kept, case.activation, how)
     error = float((got.double() - exact).norm() / exact.norm().clamp(min=1))

@@ -32,7 +32,7 @@ ROOT = Path(__file__).parents[1]
 
 CHECKS = {
     "interpreted": 7, "interpreted_experts": 10, "interpreted_decode": 13, "interpreted_cascade": 7,
-    "interpreted_latent": 5, "interpreted_fused": 8, "interpreted_units": 4, "interpreted_quantised": 11,
+    "interpreted_latent": 5, "interpreted_fused": 8, "interpreted_tensor_core": 4, "interpreted_quantised": 11,
     "interpreted_ranks": 3, "interpreted_transducer": 2,
 }  # fmt: skip
 """The modules of interpreted kernels, and how many checks each has."""

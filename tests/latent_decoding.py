@@ -11,11 +11,11 @@ from colonnade.kernels.attention.page_table import PageTable
 from colonnade.kernels.attention.split_plan import Costs
 from colonnade.kernels.softmax_state import State
 from tests.decoding import Case, guarded_plan, guarded_table, reference_state
-from tests.guarded import guarded
+from tests.guard_pages import guarded
 
 
 @dataclass
-class LatentMade:
+class LatentTensors:
     """The tensors and plan of a case."""
 
     q: Tensor
@@ -60,7 +60,7 @@ class LatentCase:
     cache: cache_write.LatentKind | None = None
     kernels: Kernels = "auto"
 
-    def made(self, device: str = "cpu") -> LatentMade:
+    def made(self, device: str = "cpu") -> LatentTensors:
         """Tensors and a plan with many splits."""
         H = self.rank + self.rope
         case = Case(self.lengths, self.queries, K=1, group=self.N, H=H, page=self.page, dtype=self.dtype)
@@ -74,4 +74,4 @@ class LatentCase:
         )
         cheap = Costs(tile=1000, start=10, merge=0, part=0)
         plan = split_planner.plan(self.lengths, self.queries, layout.shape, layout.workers, cheap, chunk=layout.chunk)
-        return LatentMade(raw.q, k, self.rank, raw.table, layout, layout.prepare(plan, device), scales)
+        return LatentTensors(raw.q, k, self.rank, raw.table, layout, layout.prepare(plan, device), scales)

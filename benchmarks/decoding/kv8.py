@@ -83,7 +83,8 @@ def rows(cells: Sequence[tuple[int, int]], device: str, read: float) -> list[dic
                 {
                     "B": B, "S": S, "cache": name, "us": round(took * 1e6, 2),
                     "times_stored": round_significant(stored_s / took),
-                    "tb_per_s": round_significant(count / took / 1e12), "of_read": round_significant(count / took / read), "error": round(relative_error(run, right), 5),
+                    "tb_per_s": round_significant(count / took / 1e12),
+                    "of_read": round_significant(count / took / read), "error": round(relative_error(run, right), 5),
                 }
             )  # fmt: skip
             print(format_row(found[-1]), flush=True)

@@ -27,7 +27,7 @@ def greedy_answer(model: Any, question: str) -> list[str]:
     """The model's own continuation, if text can spell just those tokens."""
     tokenizer = tiny.tokenizer(tools=True)
     ids = tokenizer.encode(question)
-    answer = tiny.greedy(model, ids, 2)
+    answer = tiny.greedy_tokens(model, ids, 2)
     text = tokenizer.decode(answer)
     return [text] if text and text == text.strip() and tokenizer.encode(question + text) == [*ids, *answer] else []
 

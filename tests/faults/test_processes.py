@@ -17,7 +17,7 @@ from colonnade.checkpoint.file_lock import LOCK
 from colonnade.config import Plan, RunConfig, TrainConfig
 from colonnade.train.loop import train
 from tests.corpora import tensors
-from tests.faults import faulty
+from tests.faults import faulty_run
 from tests.worlds import run as in_world
 
 pytestmark = pytest.mark.timeout(900)
@@ -35,7 +35,7 @@ def with_short_timeout(config: RunConfig, restarts: int) -> RunConfig:
 
 def start(fault_list: str, config: RunConfig, *before: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, *before, str(faulty.__file__), fault_list, config.model_dump_json()],
+        [sys.executable, *before, str(faulty_run.__file__), fault_list, config.model_dump_json()],
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
         cwd=Path(__file__).parents[2], env={**os.environ, "PYTHONPATH": "."},
     )  # fmt: skip

@@ -12,7 +12,7 @@ from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.parallel.fsdp import masters
 from colonnade.train.optimizer import AdamW, FusedAdamW
 from colonnade.train.optimizer_step import OptimizerStep
-from tests.adamw import SIZES, drawn, moved
+from tests.adamw import SIZES, random_states, two_steps
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -24,13 +24,15 @@ TRAIN = TrainConfig(steps=9, warmup=0, lr=1e-2, min_lr=1e-3, weight_decay=0.3, c
 @pytest.mark.parametrize("copy", [None, torch.bfloat16, torch.float16], ids=str)
 def test_kernel_equals_reference_bitwise(gradient: torch.dtype, copy: torch.dtype | None) -> None:
     """Many weights, full and partial blocks; a skipped step changes nothing, even with infinite gradients."""
-    weights = drawn(gradient, copy, "cuda", (*SIZES, (3000, 1001), (70000,)))
+    weights = random_states(gradient, copy, "cuda", (*SIZES, (3000, 1001), (70000,)))
     run = choose("adamw", "cuda", torch.float32)
     assert run is not adamw.adamw
-    for got, exact in zip(moved(run, weights), moved(adamw.adamw, weights), strict=True):
+    for got, exact in zip(two_steps(run, weights), two_steps(adamw.adamw, weights), strict=True):
         assert torch.equal(got, exact)
     broken = [weight._replace(gradient=weight.gradient * torch.inf) for weight in weights]
-    for got, was in zip(moved(run, broken, skip=1), (x for w in weights for x in w[1:] if x is not None), strict=True):
+    for got, was in zip(
+        two_steps(run, broken, skip=1), (x for w in weights for x in w[1:] if x is not None), strict=True
+    ):
         assert torch.equal(got, was)
 
 

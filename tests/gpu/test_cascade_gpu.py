@@ -26,7 +26,7 @@ from colonnade.model import Transformer
 from colonnade.serve import Engine, SamplingParams
 from tests.decoding import Case
 from tests.gpu.launches import launch_beside_full_gpu, launch_often, same
-from tests.latent_decoding import LatentCase, LatentMade
+from tests.latent_decoding import LatentCase, LatentTensors
 from tests.serve import tiny
 from tests.serve.ranks import LATENT
 
@@ -204,7 +204,7 @@ def test_latents_in_cuda(heads: int, window: int | None) -> None:
 def test_many_launches_of_latents_leak_no_memory() -> None:
     """Random lengths and heads, split and unsplit."""
 
-    def cell(i: int) -> LatentMade:
+    def cell(i: int) -> LatentTensors:
         lengths = [(7919 * i + 613 * r) % (9000, 700, 60)[i % 3] for r in range((3, 9, 40)[i % 3])]
         queries = [min(1, length) for length in lengths]
         case = LatentCase(lengths, queries, N=(16, 5, 8)[i // 3 % 3], page=16, dtype=torch.bfloat16, **V2)
@@ -218,7 +218,7 @@ def test_latents_beside_a_stream_that_fills_the_gpu() -> None:
     cases = [LatentCase([40_000, n], [1, 1], **how).made("cuda") for n in (9, 77)]
     alone = [made.run().o for made in cases]
 
-    def attend_latents(made: LatentMade) -> torch.Tensor:
+    def attend_latents(made: LatentTensors) -> torch.Tensor:
         return triton_mla_decode.attend(made.q, made.k, made.rank, made.table, made.ready).o
 
     launch_beside_full_gpu([partial(attend_latents, made) for made in cases], alone)

@@ -18,7 +18,7 @@ from colonnade.kernels.attention import cuda_decode, sdpa
 from colonnade.kernels.attention.decode_plan import KernelLayout
 from colonnade.kernels.attention.triton_decode import attend
 from colonnade.kernels.registry import choose
-from tests.decoding import KERNELS, Case, Made, by_itself, every_code, far_apart
+from tests.decoding import KERNELS, Case, CaseTensors, all_codes_case, attend_alone, extreme_queries
 from tests.gpu.launches import launch_beside_full_gpu, launch_often, same
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -113,7 +113,7 @@ def test_8_bit_cache_shapes(cache: torch.dtype, group: int, K: int, width: int, 
 @pytest.mark.parametrize("cache", [torch.float8_e4m3fn, torch.int8], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_every_8_bit_code(cache: torch.dtype, dtype: torch.dtype) -> None:
-    made = every_code(cache, dtype, "cuda")
+    made = all_codes_case(cache, dtype, "cuda")
     assert torch.allclose(made.run().lse.double(), made.exact().lse, rtol=1e-6, atol=1e-5)
     made.q.zero_()
     assert torch.equal(made.run().o.double(), made.exact().o)
@@ -122,7 +122,7 @@ def test_every_8_bit_code(cache: torch.dtype, dtype: torch.dtype) -> None:
 def test_query_magnitudes_beyond_float16_with_8_bit_cache() -> None:
     """Heads of one group above and below float16's range; a non-finite head does not affect the others."""
     case = Case([4000, 300], [1, 2], K=1, group=4, H=128, page=16, dtype=torch.bfloat16, cache=torch.float8_e4m3fn)
-    made = far_apart(case, "cuda")
+    made = extreme_queries(case, "cuda")
     exact = made.exact()
     for wrong in (torch.inf, torch.nan):
         made.q[:, 3, 0] = wrong
@@ -180,7 +180,7 @@ def test_fixed_splits_give_a_query_the_same_bits_alone_and_in_a_chunk(window: in
     whole = made.run().o
     for t in range(40):
         for ahead in (0, 16):
-            assert torch.equal(by_itself(made, t, ahead).o[0], whole[t]), (t, ahead)
+            assert torch.equal(attend_alone(made, t, ahead).o[0], whole[t]), (t, ahead)
 
 
 @pytest.mark.parametrize("width", [64, 128, 256])
@@ -342,7 +342,7 @@ def test_a_thousand_launches_of_random_cells_leak_no_memory() -> None:
     def pick(*values: Any) -> Any:
         return values[int(torch.randint(len(values), (), generator=draw))]
 
-    def cell(i: int) -> Made:
+    def cell(i: int) -> CaseTensors:
         most, cache = (10_000, 1000, 30)[i % 3], pick(None, None, torch.float8_e4m3fn)
         batch = min(pick(1, 2, 3, 8, 40), 20_000 // most)
         lengths = torch.randint(0, most, (batch,), generator=draw).tolist()
@@ -361,7 +361,7 @@ def test_concurrent_streams_that_fill_the_gpu() -> None:
     ]
     alone = [made.run().o for made in cases]
 
-    def attend_pages(made: Made) -> torch.Tensor:
+    def attend_pages(made: CaseTensors) -> torch.Tensor:
         return attend(made.q, made.k, made.v, made.table, made.ready).o
 
     launch_beside_full_gpu([partial(attend_pages, made) for made in cases], alone)

@@ -10,7 +10,7 @@ pytest.importorskip("triton", reason="triton is not installed: pip install trito
 
 from colonnade.kernels.attention import cuda_decode
 from colonnade.kernels.attention.triton_decode import attend
-from tests.decoding import Case, Made
+from tests.decoding import Case, CaseTensors
 from tests.gpu.launches import launch_often
 
 pytestmark = [
@@ -24,13 +24,13 @@ pytestmark = [
 FEW = [1, 16, 17, 0, 100, 128, 63, 33, 8, 256, 157, 7]
 
 
-def same(case: Case, tolerance: float = 4e-3) -> Made:
+def same(case: Case, tolerance: float = 4e-3) -> CaseTensors:
     made = case.made("cuda")
     near_exact(made, tolerance)
     return made
 
 
-def near_exact(made: Made, tolerance: float = 4e-3) -> None:
+def near_exact(made: CaseTensors, tolerance: float = 4e-3) -> None:
     assert made.ready.short_keys == int(made.table.lengths_R.max())
     state, exact = made.run(), made.exact()
     for what, got, right in zip(("o", "lse"), state, exact, strict=True):
@@ -173,7 +173,7 @@ def test_blocks_that_start_early_wait_for_their_inputs() -> None:
 
 
 def test_a_thousand_launches_leak_no_memory() -> None:
-    def cell(i: int) -> Made:
+    def cell(i: int) -> CaseTensors:
         lengths = [(37 * r + 11 * i) % ((256, 40, 8)[i % 3] + 1) for r in range((3, 40, 200)[i % 3])]
         case = Case(
             lengths, [1] * len(lengths), K=(1, 3, 8)[i // 3 % 3], group=(8, 5, 1)[i % 3], H=(64, 128)[i // 2 % 2],

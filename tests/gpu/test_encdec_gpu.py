@@ -10,7 +10,7 @@ from colonnade.kernels.attention import cross
 from colonnade.kernels.registry import choose
 from colonnade.model import Loss
 from colonnade.serve import Engine, SamplingParams
-from tests.encdec import built, inputs, nllb, switch, t5, texts
+from tests.encdec import inputs, nllb, random_model, switch, t5, texts
 from tests.serve import tiny
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch.compile, which the loss uses, warns
@@ -24,7 +24,7 @@ MODELS = {
 def loss_and_gradients(
     config: ModelConfig, device: str, dtype: torch.dtype, lengths: tuple[list[int], list[int]]
 ) -> list[torch.Tensor]:
-    model = built(config).train().requires_grad_().to(device, dtype)
+    model = random_model(config).train().requires_grad_().to(device, dtype)
     stream, attend = inputs(texts(lengths[0], 50), texts(lengths[1], 50))
     on = torch.device(device)
     source = stream.source
@@ -120,7 +120,7 @@ def test_the_engine_gives_a_cpus_tokens_by_cuda_graphs(name: str, beams: int) ->
     ]
     found = []
     for device in ("cpu", "cuda"):
-        model = built(config).float().to(device)
+        model = random_model(config).float().to(device)
         engine = Engine(model, tokenizer, ServeConfig(pages=96, page_tokens=8, max_requests=3 * beams))
         found.append([each.token_ids for each in engine.generate(asked, params)])
         engine.scheduler.audit()

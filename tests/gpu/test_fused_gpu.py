@@ -23,10 +23,10 @@ from colonnade.kernels.linear.skinny_gemm_tiles import SkinnyTiles
 from colonnade.model import fused_block
 from colonnade.model.weight_only_quant import quantisable_modules
 from colonnade.serve import Engine, SamplingParams
+from tests.all_codes import matrices_of_all_codes, tolerance
 from tests.sample_cases import sample_cases
 from tests.serve import tiny
 from tests.unit.test_fused import SHAPES
-from tests.units import codes, tolerance
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -168,7 +168,7 @@ def test_tensor_core_tiles_with_other_groups(group: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_tensor_cores_decode_every_code(dtype: torch.dtype) -> None:
     """One value at a time; tensor cores must not flush float8 values that are subnormal in their bfloat16 form."""
-    for weight in codes("cuda"):
+    for weight in matrices_of_all_codes("cuda"):
         x = torch.eye(weight.inputs, dtype=dtype, device="cuda")
         exact = reference.fused_linear(x.double(), weight).T
         tiles = SkinnyTiles(16, weight.values.shape[1], 2, 2, tensor_cores=True)

@@ -16,7 +16,7 @@ from colonnade.kernels.attention.triton_merge import FEW_CHUNKS
 from colonnade.kernels.linear import reference as linear_reference
 from colonnade.kernels.triton_batch_invariant import CHUNK
 from colonnade.serve import Engine
-from tests.decoding import Case, by_itself
+from tests.decoding import Case, attend_alone
 from tests.serve import test_serve_invariant as cpu
 from tests.serve import tiny
 
@@ -61,7 +61,7 @@ def test_attention(chunks: int, group: int) -> None:
     whole = made.run().o
     for t in range(20):
         for ahead in (0, 16):
-            assert torch.equal(by_itself(made, t, ahead).o[0], whole[t]), (t, ahead)
+            assert torch.equal(attend_alone(made, t, ahead).o[0], whole[t]), (t, ahead)
     for length in (chunks * CHUNK, chunks * CHUNK + 1):
         alone = Case([length], [1], **how).made("cuda").run().o[0]
         for others in (3, 70):

@@ -26,7 +26,7 @@ from colonnade.kernels.registry import choose
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.serve import SamplingParams
 from colonnade.serve.engine import Engine
-from tests.experts import LOADS, Case, in_fewer_bits, written_out
+from tests.experts import LOADS, Case, dequantise_experts, quantise_experts
 from tests.serve import tiny
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -112,9 +112,9 @@ LAYERS = [
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_experts(kind: str, group: int, case: Case, dtype: torch.dtype) -> None:
     x, routing, *stacks = (None if w is None else w.detach() for w in case.leaves(dtype, "cuda"))
-    packed = in_fewer_bits(Weights(*stacks), kind, group)
+    packed = quantise_experts(Weights(*stacks), kind, group)
     order_R, ends_E = permute.sort(case.ids().cuda(), case.E, case.rows())
-    plain = written_out(packed, torch.float64)
+    plain = dequantise_experts(packed, torch.float64)
     exact = reference.routed(x.double(), order_R, ends_E, routing.double(), plain, case.activation)
     got = experts_gpu.routed(x, order_R, ends_E, routing, packed, case.activation)
     # The hidden units, and with int4 the weights, are rounded to the dtype of x too.
@@ -211,10 +211,10 @@ def test_ternary_rows(trits: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("trits", [18, 24, 32])
 def test_ternary_experts(trits: int, case: Case) -> None:
     x, routing, *stacks = (None if w is None else w.detach() for w in case.leaves(torch.bfloat16, "cuda"))
-    packed = in_fewer_bits(Weights(*stacks), "ternary", trits)
+    packed = quantise_experts(Weights(*stacks), "ternary", trits)
     order_R, ends_E = permute.sort(case.ids().cuda(), case.E, case.rows())
     exact = reference.routed(
-        x.double(), order_R, ends_E, routing.double(), written_out(packed, torch.float64), case.activation
+        x.double(), order_R, ends_E, routing.double(), dequantise_experts(packed, torch.float64), case.activation
     )
     got = experts_gpu.routed(x, order_R, ends_E, routing, packed, case.activation)
     assert (got.double() - exact).norm() <= 6e-3 * exact.norm()

@@ -19,7 +19,7 @@ from colonnade.parallel.symmetric_memory import MAX_BYTES, make_small_allreduce,
 from colonnade.serve import Engine, SamplingParams
 from colonnade.serve.resolve_config import EngineTraits, resolve_config
 from tests.serve import tiny
-from tests.split import errors
+from tests.sharded_cache import step_errors
 
 GPUS = torch.cuda.device_count()
 pytestmark = [
@@ -95,7 +95,7 @@ TOLERANCE = {torch.bfloat16: 4e-3, torch.float16: 6e-4, torch.float32: 1e-5}
 
 def test_split_cache_equals_attention_over_all_keys() -> None:
     shapes = [(64, 16, None), (128, 64, None), (64, 16, 30), (320, 16, None)]
-    for dtype, norms in launch(errors, (2, "cuda", list(TOLERANCE), shapes), Plan(cp=2)).items():
+    for dtype, norms in launch(step_errors, (2, "cuda", list(TOLERANCE), shapes), Plan(cp=2)).items():
         assert len(norms) == 16
         assert max(norms.values()) < TOLERANCE[dtype], (dtype, norms)
 

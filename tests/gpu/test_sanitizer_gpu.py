@@ -27,7 +27,7 @@ def test_kernels_are_clean(tool: str) -> None:
     # cuda-bindings queries driver functions that may not exist, which is harmless.
     more = ["--report-api-errors", "no"] if tool == "memcheck" else []
     ran = subprocess.run(
-        [PROGRAM, "--tool", tool, *more, "--error-exitcode", "9", sys.executable, "-m", "tests.sanitized"],
+        [PROGRAM, "--tool", tool, *more, "--error-exitcode", "9", sys.executable, "-m", "tests.sanitizer_runs"],
         check=False, cwd=ROOT, capture_output=True, text=True, timeout=590,
         env={**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONPATH": path},
     )  # fmt: skip

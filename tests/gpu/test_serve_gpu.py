@@ -92,7 +92,9 @@ def test_a_draft_model_changes_no_text(monkeypatch: pytest.MonkeyPatch, fixed: b
     pytest.importorskip("llguidance", reason="llguidance is not installed: pip install llguidance")
     test_draft_model.make_cheap(monkeypatch)
     prompts, params = test_draft_model.mixed(40)
-    model, draft = (it.to("cuda") for it in (tiny.model(dtype=torch.float32), tiny.noisy(0.05, dtype=torch.float32)))
+    model, draft = (
+        it.to("cuda") for it in (tiny.model(dtype=torch.float32), tiny.noisy_copy(0.05, dtype=torch.float32))
+    )
     limits = ServeConfig(pages=200, page_tokens=4, max_requests=16, graph_capture=fixed)
     plain = Engine(model, tiny.tokenizer(), limits)
     drafted = Engine(model, tiny.tokenizer(), limits.replace(draft="small"), draft)

@@ -11,7 +11,7 @@ from colonnade.config import Plan
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.parallel.launch import launch
 from colonnade.parallel.overlapped_matmul import CopyEngineTransfer
-from tests.overlapped import GPT2, LLAMA, gradients, laid
+from tests.tp_overlap import GPT2, LLAMA, gradients, tp_context
 
 GPUS = torch.cuda.device_count()
 pytestmark = [
@@ -24,7 +24,7 @@ MODES = {"eager": {}, "compiled": {"compiled": "inductor"}, "a graph": {"graphed
 def errors(world: int) -> dict[str, float]:
     """The largest relative error of each mode, in float32."""
     worst = {}
-    with DistributedContext.build(Plan(dp=world), "cuda"), laid("cuda") as context:
+    with DistributedContext.build(Plan(dp=world), "cuda"), tp_context("cuda") as context:
         transfer = context.axes.row_transfer
         assert isinstance(transfer, CopyEngineTransfer)
         for name, config in (("GPT-2", GPT2), ("Llama", LLAMA)):

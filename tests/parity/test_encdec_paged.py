@@ -11,7 +11,7 @@ from colonnade.kernels.attention import cross, sdpa
 from colonnade.model import EncoderDecoderAttend, KVCache, Packed, Paged, PagedMemory, Rows, Source, Stream, Transformer
 from colonnade.model.cross_attention import with_relative_bias
 from colonnade.model.relative_positions import bucket_of
-from tests.encdec import SOURCES, TARGETS, built, inputs, nllb, switch, t5, texts
+from tests.encdec import SOURCES, TARGETS, inputs, nllb, random_model, switch, t5, texts
 from tests.worlds import assert_same
 
 
@@ -69,7 +69,7 @@ MODELS = {"1.0": t5("1.0"), "1.1": t5("1.1"), "switch": switch(), "nllb": nllb()
 @pytest.mark.parametrize("version", MODELS)
 @pytest.mark.parametrize(("chunk", "page_tokens"), [(1, 4), (5, 1), (3, 16), (100, 7)])
 def test_packed_alone_and_paged_are_equal(version: str, chunk: int, page_tokens: int) -> None:
-    model = built(MODELS[version])
+    model = random_model(MODELS[version])
     sources, targets = texts(SOURCES, 53), texts(TARGETS, 53, seed=2)
     stream, attend = inputs(sources, targets)
     packed = model(stream, attend, Rows())
@@ -81,7 +81,7 @@ def test_packed_alone_and_paged_are_equal(version: str, chunk: int, page_tokens:
 
 
 def test_an_empty_target_and_a_source_without_target() -> None:
-    model = built(t5())
+    model = random_model(t5())
     sources, targets = texts([3, 4], 53), texts([0, 2], 53)
     stream, attend = inputs(sources, targets)
     alone = model(*inputs(sources[1:], targets[1:]), Rows())
@@ -90,7 +90,7 @@ def test_an_empty_target_and_a_source_without_target() -> None:
 
 def test_grouped_heads_and_rotary_positions() -> None:
     """The parts compose: no relative positions, fewer key/value heads."""
-    model = built(
+    model = random_model(
         t5(relative_positions=None, positions="rotary", head_width=6, kv_heads=2, score_scale=None, family="llama")
     )
     sources, targets = texts(SOURCES, 53), texts(TARGETS, 53, seed=2)
@@ -100,7 +100,7 @@ def test_grouped_heads_and_rotary_positions() -> None:
 
 def test_the_bridge_is_one_projection_for_each_layer() -> None:
     config = t5(kv_heads=2)
-    model = built(config)
+    model = random_model(config)
     assert model.bridge is not None
     x_SD = torch.randn(6, config.width, dtype=torch.float64)
     kv = model.bridge(x_SD, 6)
@@ -155,7 +155,7 @@ def test_batched_relative_attention_equals_the_plain_one(lengths: list[int], cau
 @pytest.mark.parametrize(("targets", "sources"), [([4, 4], [7, 7]), ([4, 4], [7, 6]), ([3, 5], [2, 2])])
 def test_equal_pairs_are_one_call(targets: list[int], sources: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """The batched path runs for equal lengths only, and gives the logits of the plain implementation."""
-    net, calls = built(t5("1.1")), list[int]()
+    net, calls = random_model(t5("1.1")), list[int]()
     right = sdpa.attend
     monkeypatch.setattr(sdpa, "attend", lambda q, *args, **how: calls.append(len(q)) or right(q, *args, **how))
     pairs = texts(sources, 50), texts(targets, 50)

@@ -60,7 +60,7 @@ def reference(model: Any, request: Request) -> tuple[float, bool]:
 def test_scores_equal_a_full_log_softmax() -> None:
     model = tiny.model(context=CONTEXT)
     made = requests()
-    best = tiny.greedy(model, [1, 2, 3], 4)
+    best = tiny.greedy_tokens(model, [1, 2, 3], 4)
     made.append(Request([1, 2, 3], best))
     expected = [reference(model, each) for each in made]
     for budget in (1, 100, 100_000):
@@ -141,7 +141,7 @@ def write_tasks(folder: Path) -> list[str]:
     for i in range(12):
         question = " ".join(words[2 * i : 2 * i + 1 + i % 4])
         choices = [" " + " ".join(words[i * j % 30 : i * j % 30 + j]) for j in range(1, 4)]
-        text = tokenizer.decode(tiny.greedy(model, tokenizer.encode(question), 3))
+        text = tokenizer.decode(tiny.greedy_tokens(model, tokenizer.encode(question), 3))
         rows.append(
             {
                 "question": question,

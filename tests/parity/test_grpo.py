@@ -155,7 +155,7 @@ def test_refresh_replaces_weights_in_place_and_empties_the_cache() -> None:
     prompt, params = "The quick brown fox jumps", SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     engine = Engine(tiny.model(), tiny.tokenizer(), ServeConfig(page_tokens=4))
     before = engine.generate([prompt], params)[0].token_ids
-    other = tiny.noisy(0.2)
+    other = tiny.noisy_copy(0.2)
     addresses = [p.data_ptr() for p in engine.model.parameters()]
     engine.add(prompt, params, request_id="running")
     engine.step()

@@ -17,8 +17,8 @@ from colonnade.config import Plan
 from colonnade.errors import CheckpointError
 from colonnade.model import Loss, Transformer
 from colonnade.model.moe import Routing
-from tests.hf import documents, load, pass_on, relay, stream_of
-from tests.hf_theirs import TOLERANCE, random_model, same_as_transformers, same_gradients, their_logits
+from tests.hf import documents, load, load_and_save, resave, stream_of
+from tests.hf_reference import TOLERANCE, random_model, same_as_transformers, same_gradients, transformers_logits
 from tests.worlds import assert_same, run
 
 COMMON = {
@@ -153,8 +153,8 @@ def test_exported_model_and_config_equal_the_original(case: str, tmp_path: Path)
 def test_any_dense_layout_loads_and_saves_the_same_model(case: str, plan: Plan, tmp_path: Path) -> None:
     theirs = reference(case)
     theirs.save_pretrained(tmp_path / "hf")
-    results = run(plan.world, relay, tmp_path / "hf", plan, tmp_path / "out")
-    expected = their_logits(theirs, documents(theirs.config.vocab_size))
+    results = run(plan.world, load_and_save, tmp_path / "hf", plan, tmp_path / "out")
+    expected = transformers_logits(theirs, documents(theirs.config.vocab_size))
     for logits in results:
         assert_same(logits, expected, TOLERANCE, "logits")
     assert same_files(tmp_path / "hf", tmp_path / "out")
@@ -175,9 +175,9 @@ def test_any_dense_layout_loads_and_saves_the_same_model(case: str, plan: Plan, 
 def test_expert_layouts_load_their_slices_and_save_the_same_file(case: str, plan: Plan, tmp_path: Path) -> None:
     theirs = reference(case)
     theirs.save_pretrained(tmp_path / "hf")
-    expected = their_logits(theirs, documents(theirs.config.vocab_size))
+    expected = transformers_logits(theirs, documents(theirs.config.vocab_size))
     whole = {name: p.numel() for name, p in load(tmp_path / "hf").named_parameters() if ".experts." in name}
-    for saved_tensors, logits in run(plan.world, pass_on, tmp_path / "hf", plan, tmp_path / "out"):
+    for saved_tensors, logits in run(plan.world, resave, tmp_path / "hf", plan, tmp_path / "out"):
         assert saved_tensors == {name: n // (plan.ep * plan.etp) for name, n in whole.items()}
         assert_same(logits, expected, TOLERANCE, "logits")
     assert same_files(tmp_path / "hf", tmp_path / "out")
@@ -221,7 +221,7 @@ def test_files_with_stacked_experts_load(case: str, tmp_path: Path) -> None:
         assert torch.equal(parameter, at_once.get_parameter(name)), name
 
     grid = Plan(dp=4, ep=2, etp=2)
-    run(grid.world, pass_on, tmp_path / "stacked", grid, tmp_path / "out")
+    run(grid.world, resave, tmp_path / "stacked", grid, tmp_path / "out")
     assert same_files(tmp_path / "hf", tmp_path / "out")
 
 

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from colonnade.checkpoint.hf.write import write_hf
 from colonnade.config import ModelConfig, Plan
 from colonnade.model import Rows
-from tests.hf import documents, fail_to_write, load, relay, stream_of
+from tests.hf import documents, fail_to_write, load, load_and_save, stream_of
 from tests.hf_configs import configs
-from tests.hf_theirs import TOLERANCE, random_model, same_as_transformers, their_logits
+from tests.hf_reference import TOLERANCE, random_model, same_as_transformers, transformers_logits
 from tests.models import build
 from tests.worlds import assert_same, run
 
@@ -110,8 +110,8 @@ def test_any_layout_loads_and_saves_the_same_model(case: str, tp: int, dp: int, 
     theirs = reference(case)
     theirs.save_pretrained(tmp_path / "hf")
     plan = Plan(tp=tp, dp=dp)
-    results = run(plan.world, relay, tmp_path / "hf", plan, tmp_path / "out")  # with dp, FSDP holds the weights
-    expected = their_logits(theirs, documents(theirs.config.vocab_size))
+    results = run(plan.world, load_and_save, tmp_path / "hf", plan, tmp_path / "out")  # with dp, FSDP holds the weights
+    expected = transformers_logits(theirs, documents(theirs.config.vocab_size))
     for logits in results:
         assert_same(logits, expected, TOLERANCE, "logits")
 
@@ -142,7 +142,7 @@ def test_saved_models_are_the_same_in_transformers(config: ModelConfig, seed: in
     with torch.no_grad():
         # transformers computes norms and rotary embeddings in float32 in any dtype, which matters most for norms of few
         # elements.
-        assert_same(ours(stream, attend, Rows()), their_logits(theirs, texts), 5 * TOLERANCE, "logits")
+        assert_same(ours(stream, attend, Rows()), transformers_logits(theirs, texts), 5 * TOLERANCE, "logits")
 
 
 @pytest.mark.sample(15)
@@ -159,7 +159,7 @@ def test_exported_model_and_config_equal_the_original(case: str, tmp_path: Path)
     texts = documents(ours.config.vocab_size)
     stream, attend, _ = stream_of(texts, causal=ours.config.causal)
     with torch.no_grad():
-        assert_same(ours(stream, attend, Rows()), their_logits(back, texts), TOLERANCE, "logits")
+        assert_same(ours(stream, attend, Rows()), transformers_logits(back, texts), TOLERANCE, "logits")
 
 
 def test_failed_write_raises_on_all_ranks_and_leaves_no_files(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from colonnade.model.moe import LayerRouting, MixtureOfExperts, Routing
 from colonnade.parallel.axis import SOLO_AXES
 from tests.encdec import SOURCES, TARGETS, inputs, nllb, texts
 from tests.hf import load
-from tests.hf_theirs import same_loss_and_gradients
+from tests.hf_reference import same_loss_and_gradients
 from tests.parity.test_t5_parity import logits
 from tests.worlds import assert_same
 

@@ -139,7 +139,7 @@ def test_load_offloads_experts(format: api.Format, number: int, tmp_path: Path) 
         assert torch.equal(it.logits([3, 1, 2]), tiny.logits(model, [3, 1, 2]))
         assert all((layer.fetch is not None) == (number < 4) for layer in expert_modules(it.transformer))
         text = it.generate([7, 8, 9], max_tokens=6, temperature=0, ignore_eos=True)
-        assert text == tiny.greedy(model, [7, 8, 9], 6)
+        assert text == tiny.greedy_tokens(model, [7, 8, 9], 6)
         assert it.score(list(range(30))) == api.Model(model, None, DistributedContext.solo(CPU), "it").score(
             list(range(30))
         )

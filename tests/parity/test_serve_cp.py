@@ -16,7 +16,7 @@ from colonnade.serve.model_inputs import CacheShard, build_inputs
 from colonnade.serve.work import Slice, Work
 from tests.serve import tiny
 from tests.serve.ranks import COUNT, LIMITS, MODELS, PROMPTS, expected, serve
-from tests.split import errors
+from tests.sharded_cache import step_errors
 from tests.worlds import assert_same, run
 
 
@@ -152,7 +152,7 @@ def test_sharded_attention_equals_attention_to_all_keys(cp: int) -> None:
     """To float64 precision; in bfloat16 nothing is rounded before the merge. Unassigned pages are never read."""
     shapes = [(8, 4, None), (8, 16, None), (6, 5, 9), (8, 16, 30)]
     tolerance = {torch.float64: 1e-12, torch.bfloat16: 4e-3}
-    for by_type in run(cp, errors, cp, "cpu", list(tolerance), shapes):
+    for by_type in run(cp, step_errors, cp, "cpu", list(tolerance), shapes):
         for dtype, found in by_type.items():
             assert len(found) == 16
             assert max(found.values()) < tolerance[dtype], (dtype, found)
@@ -174,4 +174,4 @@ def _loaded(folder: str) -> list[int] | None:
 def test_checkpoint_loads_on_context_ranks(tmp_path: Path) -> None:
     model = api.Model(tiny.model(), tiny.tokenizer(), DistributedContext.solo(), "tiny")
     api.save(model, tmp_path / "model", format="colonnade")
-    assert run(2, _loaded, str(tmp_path / "model"))[0] == tiny.greedy(model.transformer, PROMPTS[0], COUNT)
+    assert run(2, _loaded, str(tmp_path / "model"))[0] == tiny.greedy_tokens(model.transformer, PROMPTS[0], COUNT)

@@ -20,7 +20,7 @@ from colonnade.train.model_inputs import StepContext, model_inputs
 from colonnade.verify.trial import batch as draw_batch
 from tests.encdec import SOURCES, TARGETS, inputs, switch, texts
 from tests.hf import load
-from tests.hf_theirs import same_loss_and_gradients
+from tests.hf_reference import same_loss_and_gradients
 from tests.parity.test_t5_parity import SETTINGS as T5_SETTINGS
 from tests.parity.test_t5_parity import logits
 from tests.worlds import assert_same

@@ -16,7 +16,7 @@ from colonnade.errors import CheckpointError
 from colonnade.model import Rows
 from tests.encdec import SOURCES, TARGETS, inputs, texts
 from tests.hf import load
-from tests.hf_theirs import same_loss_and_gradients
+from tests.hf_reference import same_loss_and_gradients
 from tests.worlds import assert_same
 
 SETTINGS: dict[str, Any] = {

@@ -20,7 +20,7 @@ from colonnade.config import DataConfig, ModelConfig, Plan, RunConfig, TrainConf
 from colonnade.errors import ConfigError, PlanError
 from colonnade.parallel.axis import Axis
 from colonnade.parallel.overlapped_matmul import CollectiveTransfer, CopyEngineTransfer, RowTransfer, SymmetricBuffer
-from tests.overlapped import GPT2, LLAMA, gradients, laid
+from tests.tp_overlap import GPT2, LLAMA, gradients, tp_context
 from tests.worlds import assert_same, run
 
 
@@ -77,7 +77,7 @@ def compare(
 ) -> int:
     streams = {"current_stream": mock.MagicMock(), "stream": lambda _: contextlib.nullcontext()}
     compared = 0
-    with laid("cpu") as context, contextlib.ExitStack() as stack:
+    with tp_context("cpu") as context, contextlib.ExitStack() as stack:
         assert type(context.axes.row_transfer) is CollectiveTransfer
         transfer: RowTransfer = LateTransfer(context.axes.tp)
         if folder is not None:
@@ -119,7 +119,7 @@ def test_overlap_works_with_recomputation() -> None:
 
 def _uneven() -> float:
     """The largest difference with unequal rows per rank, where no chunked products run."""
-    with laid("cpu") as context:
+    with tp_context("cpu") as context:
         transfer = mock.MagicMock(spec=CollectiveTransfer)
         exact, found = (gradients(context, GPT2, torch.float64, m, size=(15, 3)) for m in (None, transfer))
         transfer.reset.assert_called_once()

@@ -18,7 +18,7 @@ from colonnade.speech.token_times import token_starts
 from colonnade.speech.transcribe import Window
 from tests.encdec import inputs, texts
 from tests.hf import load
-from tests.hf_theirs import same_loss_and_gradients
+from tests.hf_reference import same_loss_and_gradients
 from tests.worlds import assert_same
 
 FRAMES, MELS = 14, 9

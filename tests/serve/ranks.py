@@ -51,4 +51,4 @@ def expected(changes: dict[str, Any]) -> list[tuple[int, ...]]:
     model = tiny.model(**changes)
     wild = SamplingParams(temperature=1, top_k=40, seed=3, max_tokens=COUNT, ignore_eos=True)
     drawn = Engine(model, tiny.tokenizer(), LIMITS).generate([PROMPTS[0]], wild)[0].token_ids
-    return [*(tuple(tiny.greedy(model, prompt, COUNT)) for prompt in PROMPTS), drawn]
+    return [*(tuple(tiny.greedy_tokens(model, prompt, COUNT)) for prompt in PROMPTS), drawn]

@@ -87,7 +87,7 @@ def check_texts(count: int, plain: Engine, drafted: Engine) -> Stats:
 def test_speculation_changes_no_text(limits: ServeConfig, noise: str, ahead: bool):
     model = tiny.model(dtype=torch.float32)
     limits = limits.replace(async_scheduling=ahead, graph_capture=ahead)
-    drafted = serve(model, tiny.noisy(NOISE[noise], dtype=torch.float32), limits)
+    drafted = serve(model, tiny.noisy_copy(NOISE[noise], dtype=torch.float32), limits)
     stats = check_texts(48, serve(model, None, limits), drafted)
     assert (stats.preemptions > 0) == (limits.pages == TIGHT.pages)
     assert stats.draft_tokens > 0
@@ -100,7 +100,7 @@ def test_speculation_changes_no_text(limits: ServeConfig, noise: str, ahead: boo
 def test_speculation_changes_no_text_of_a_thousand_requests():
     model = tiny.model(dtype=torch.float32)
     limits = LIMITS.replace(pages=120)  # which leave rows for drafts
-    drafted = serve(model, tiny.noisy(0.05, dtype=torch.float32), limits)
+    drafted = serve(model, tiny.noisy_copy(0.05, dtype=torch.float32), limits)
     stats = check_texts(1000, serve(model, None, limits), drafted)
     assert stats.accepted_draft_tokens > 0.4 * stats.draft_tokens > 1000
 
@@ -125,7 +125,7 @@ def test_a_good_draft_saves_passes(count: int, temperature: float):
 @pytest.mark.usefixtures("cheap")
 def test_useless_drafts_end_and_useful_ones_begin_again():
     model, params = tiny.model(), SamplingParams(temperature=0, max_tokens=110, ignore_eos=True)
-    draft = tiny.noisy(3.0)
+    draft = tiny.noisy_copy(3.0)
     drafted = serve(model, draft)
     first = drafted.generate([[5, 6, 7]], params)
     used = drafted.stats.draft_tokens
@@ -157,7 +157,7 @@ def test_the_draft_model_runs_shared_prefixes_once():
 
 @pytest.mark.usefixtures("cheap")
 def test_cancelled_requests_free_their_pages():
-    drafted = serve(tiny.model(), tiny.noisy(0.05), LIMITS.replace(async_scheduling=True))
+    drafted = serve(tiny.model(), tiny.noisy_copy(0.05), LIMITS.replace(async_scheduling=True))
     params = SamplingParams(temperature=1, seed=3, max_tokens=60, ignore_eos=True)
     expected = [serve(tiny.model(), None).generate([[7, i]], params)[0].token_ids for i in range(3)]
     keys = [drafted.add([7, i], params) for i in range(6)]
@@ -218,14 +218,14 @@ def test_drafts_have_the_same_bits_under_batch_invariance():
     model = tiny.model(dtype=torch.float32)
     limits = LIMITS.replace(batch_invariant=True)
     prompts, params = mixed(24)
-    drafted = serve(model, tiny.noisy(0.05, dtype=torch.float32), limits)
+    drafted = serve(model, tiny.noisy_copy(0.05, dtype=torch.float32), limits)
     assert drafted.generate(prompts, params) == serve(model, None, limits).generate(prompts, params)
     assert drafted.stats.accepted_draft_tokens > 0
 
 
 def test_measured_times_decide_about_a_useless_draft():
     """As large as the target and mostly wrong: the first requests try it, the others do not."""
-    drafted = serve(tiny.model(dtype=torch.float32), tiny.noisy(3.0, dtype=torch.float32))
+    drafted = serve(tiny.model(dtype=torch.float32), tiny.noisy_copy(3.0, dtype=torch.float32))
     params = SamplingParams(temperature=1, seed=1, max_tokens=60, ignore_eos=True)
     assert drafted.generate([[3, 4]], params) == serve(tiny.model(dtype=torch.float32), None).generate([[3, 4]], params)
     assert drafted.stats.draft_tokens < 40
@@ -234,7 +234,7 @@ def test_measured_times_decide_about_a_useless_draft():
 def _serve(plan: dict[str, int], count: int, limits: ServeConfig) -> tuple[list[Any], Stats]:
     with pytest.MonkeyPatch.context() as patch, DistributedContext.build(Plan(**plan)) as context:
         make_cheap(patch)
-        draft = None if context.rank else tiny.noisy(0.05)
+        draft = None if context.rank else tiny.noisy_copy(0.05)
         engine = Engine(tiny.model(context.axes.serving()), tiny.tokenizer(), limits, draft)
         if context.rank:
             engine.follow()
@@ -269,7 +269,7 @@ def test_swapped_weights_keep_the_draft_model(tmp_path: Path, monkeypatch: pytes
     before = drafted.stats.accepted_draft_tokens
     while drafted.busy:
         tokens += [output.token for output in drafted.step()]
-    assert tokens[count:] == tiny.greedy(new, [4, 5, *tokens[:count]], 40 - count)
+    assert tokens[count:] == tiny.greedy_tokens(new, [4, 5, *tokens[:count]], 40 - count)
     assert drafted.stats.accepted_draft_tokens - before > 10, "the draft model agrees with the new weights"
 
 

@@ -8,7 +8,7 @@ import pytest
 from colonnade.config import ModelConfig, Plan, ServeConfig
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.serve import Engine, SamplingParams
-from tests.encdec import built, nllb, switch, t5
+from tests.encdec import nllb, random_model, switch, t5
 from tests.serve import tiny
 from tests.worlds import run as in_world
 
@@ -31,7 +31,7 @@ def texts(config: ModelConfig, plan: Plan) -> tuple[list[Any], int]:
     beams = SamplingParams(temperature=0, max_tokens=7, ignore_eos=True, beams=3, **languages)
     alone = nullcontext(DistributedContext.solo())
     with alone if plan.world == 1 else DistributedContext.build(plan, "cpu") as context:
-        engine = Engine(built(config, context.axes.serving()), tokenizer, LIMITS)
+        engine = Engine(random_model(config, context.axes.serving()), tokenizer, LIMITS)
         if context.rank:
             engine.follow()
             return [], 0

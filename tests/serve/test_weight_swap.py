@@ -123,7 +123,7 @@ def test_running_requests_keep_their_text_and_go_on(tmp_path: Path, limits: dict
         assert len(generated) == 30
         # The pass in flight at the swap may have sampled one more with the old weights.
         tails = [
-            generated[count:] == tiny.greedy(new, [*prompt, *generated[:count]], 30 - count)
+            generated[count:] == tiny.greedy_tokens(new, [*prompt, *generated[:count]], 30 - count)
             for count in (swapped[key], swapped[key] + 1)
         ]
         assert any(tails)
@@ -256,7 +256,7 @@ def text(at: Running) -> str:
 
 def expected(seed: int) -> str:
     model = tiny.initialise(tiny.Transformer(tiny.config(), dtype=torch.float32), seed=seed)
-    return tiny.tokenizer().decode(tiny.greedy(model, PROMPTS[0], 9))
+    return tiny.tokenizer().decode(tiny.greedy_tokens(model, PROMPTS[0], 9))
 
 
 def test_swap_under_load(running: Running, tmp_path: Path):

@@ -65,7 +65,7 @@ def model(axes: Axes = SOLO_AXES, dtype: torch.dtype = torch.float64, **changes:
 
 
 @torch.no_grad()
-def noisy(noise: float, dtype: torch.dtype = torch.float64, **changes: object) -> Transformer:
+def noisy_copy(noise: float, dtype: torch.dtype = torch.float64, **changes: object) -> Transformer:
     """The model with normal noise on its weights, ``noise`` times their standard deviation: a draft model for it."""
     it, generator = model(dtype=dtype, **changes), torch.Generator().manual_seed(5)
     for weight in it.parameters():
@@ -79,7 +79,7 @@ DEEP = 32
 
 
 @torch.no_grad()
-def cut(it: Transformer) -> Transformer:
+def keep_two_layers(it: Transformer) -> Transformer:
     """Zero what the layers after the second add, so that the first two alone are a draft model that always agrees."""
     for block in list(it.blocks)[2:]:
         block.attention.out.weight.zero_()
@@ -88,7 +88,7 @@ def cut(it: Transformer) -> Transformer:
 
 
 @torch.no_grad()
-def greedy(model: Transformer, prompt: list[int], count: int) -> list[int]:
+def greedy_tokens(model: Transformer, prompt: list[int], count: int) -> list[int]:
     """The reference: ``count`` tokens, each the argmax of a forward pass over everything before it."""
     ids = list(prompt)
     for _ in range(count):
@@ -127,7 +127,7 @@ def load(
     context_tokens, layers = 1024 if tools else length, DEEP if deep else 2
     it = model(context.axes.serving(), dtype=torch.float32, context=context_tokens, layers=layers)
     if deep:
-        cut(it)
+        keep_two_layers(it)
     if poison is not None:
         with torch.no_grad():
             it.get_parameter("embed.tokens.weight")[poison] = torch.nan
@@ -143,7 +143,7 @@ def load(
         it.register_forward_pre_hook(wait)
     draft = None
     if drafts and context.rank == 0:
-        whole, draft = cut(model(dtype=torch.float32, layers=DEEP)), model(dtype=torch.float32)
+        whole, draft = keep_two_layers(model(dtype=torch.float32, layers=DEEP)), model(dtype=torch.float32)
         draft.load_state_dict(whole.state_dict(), strict=False)
     return it, _gated(tokenizer(chat), Path(gate)) if gate else tokenizer(chat, tools), draft
 

@@ -17,7 +17,7 @@ from colonnade.kernels.linear.reference import NormWeights
 from colonnade.kernels.routing import scores, top_experts
 from colonnade.model import Transformer, fused_block, initialise
 from colonnade.model.moe.routing_context import LayerRouting
-from tests.guarded import guarded
+from tests.guard_pages import guarded
 from tests.unit.test_cpu_kernels import instruction_sets, native, rows, threads  # noqa: F401 - fixtures
 
 E, A = 5, 3

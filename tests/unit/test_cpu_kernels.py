@@ -23,7 +23,7 @@ from colonnade.kernels.linear.quantise import Quantised, can_block, dequantise, 
 from colonnade.kernels.linear.reference import Gate, NormWeights
 from colonnade.model.weight_only_quant import quantisable_modules
 from colonnade.serve import Engine, SamplingParams
-from tests.guarded import guarded
+from tests.guard_pages import guarded
 from tests.serve import tiny
 
 FORMATS = [("stored", 0), ("int8", 0), ("int4", 32), ("int4", 64), ("int4", 128)]

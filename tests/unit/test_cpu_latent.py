@@ -13,7 +13,7 @@ from colonnade.kernels.attention import reference as attention_reference
 from colonnade.kernels.attention.page_table import PageTable
 from colonnade.kernels.cpu import calls, kernels, latent
 from colonnade.kernels.linear.reference import NormWeights
-from tests.guarded import guarded
+from tests.guard_pages import guarded
 from tests.unit.test_cpu_kernels import DTYPES, LIMITS, native, random_batch, rows, threads  # noqa: F401 - fixtures
 
 WIDTHS = ((6, 5, 4, 20, 3), (3, 9, 2, 37, 16), (16, 32, 8, 128, 32), (1, 4, 6, 300, 7))

@@ -7,7 +7,15 @@ from typing import Any
 
 import pytest
 
-from tests.compiled import SHARED_BYTES, SPILLED_BYTES, compiled, disassembled, loop, registers, spilled
+from tests.compiled import (
+    SHARED_BYTES,
+    SPILLED_BYTES,
+    compiled,
+    disassembled,
+    loop_instructions,
+    registers,
+    spilled_bytes,
+)
 
 pytestmark = [
     pytest.mark.sample(6),
@@ -120,7 +128,7 @@ def test_decode_kernel_fits_the_gpu(width: int, rows: int, cache: str, more: dic
     assert built.metadata.shared * tiles.workers <= SHARED_BYTES
     if "maxnreg" in constants:
         assert 32 * tiles.warps * (tiles.workers * registers(built, tmp_path) + 2 * MERGE_REGISTERS) <= 2**16
-    assert spilled(built, tmp_path) <= SPILLED_BYTES
+    assert spilled_bytes(built, tmp_path) <= SPILLED_BYTES
     assert "mma" in built.asm["ptx"]
     # Keys and values are copied 16 bytes at a time, and the loop waits only for copies of an earlier step.
     assert re.search(r"cp\.async\.cg[^;]*, 0x10", built.asm["ptx"])
@@ -157,12 +165,12 @@ def test_eight_bit_values_are_converted_in_registers(
     types = attend_types(queries, "*i16")
     built = compiled(triton_split_kv.attend, types, with_config(constants), STRIDES, warps=tiles.warps, stages=3)
     assert built.metadata.shared * tiles.workers <= SHARED_BYTES
-    assert spilled(built, tmp_path) <= SPILLED_BYTES
+    assert spilled_bytes(built, tmp_path) <= SPILLED_BYTES
     ptx = built.asm["ptx"]
     assert re.search(r"cp\.async\.cg[^;]*, 0x10", ptx)
     assert max(map(int, re.findall(r"cp\.async\.wait_group\s+(\d+)", ptx))) >= 2 * (tiles.stages - 2)
     # Tiles are loaded from shared memory as float16 ones are, and each value is converted once.
-    body = loop(disassembled(built, tmp_path), "MMA", inner=True)
+    body = loop_instructions(disassembled(built, tmp_path), "MMA", inner=True)
     assert any("LDSM.16" in line for line in body)
     converted = sum(("E4M3.UNPACK" if kind == "float8" else "HADD2 ") in line for line in body)
     assert converted == tiles.tile * constants["BLOCK_H"] // (32 * tiles.warps)
@@ -199,7 +207,7 @@ def test_prefill_kernel_fits_the_gpu(width: int, rows: int, listed: bool, more: 
     types |= {"k_rows": cache, "v_rows": cache}
     built = compiled(triton_prefill.attend, types, with_config(constants), STRIDES, warps=tiles.warps, stages=3)
     assert built.metadata.shared * tiles.workers <= SHARED_BYTES
-    assert spilled(built, tmp_path) <= SPILLED_BYTES
+    assert spilled_bytes(built, tmp_path) <= SPILLED_BYTES
     # Blocks of 64 rows and more use wgmma.
     assert "wgmma" in built.asm["ptx"]
     assert re.search(r"cp\.async\.cg[^;]*, 0x10", built.asm["ptx"])
@@ -221,7 +229,7 @@ def test_mla_kernel_fits_the_gpu(rows: int, tmp_path: Path) -> None:
     built = compiled(function, mla_types(), with_config(constants), STRIDES, warps=tiles.warps, stages=3)
     assert built.metadata.shared * tiles.workers <= SHARED_BYTES
     # 64 rows of 512 accumulators take half of all registers, so addresses spill before the loop and reload after it.
-    assert spilled(built, tmp_path) <= (SPILLED_BYTES if rows == 16 else 300)
+    assert spilled_bytes(built, tmp_path) <= (SPILLED_BYTES if rows == 16 else 300)
     assert ("wgmma" if rows == 64 else "mma") in built.asm["ptx"]
     # Three tiles of 32 fit because both products share each tile.
     assert built.metadata.shared <= 2 * 576 * (rows + 3 * 32) + 4096
@@ -246,7 +254,7 @@ def test_mla_kernel_with_eight_bit_cache_fits_the_gpu(cache: str, rows: int, tmp
     function, types = triton_mla_decode.mla_attend, mla_types(cache, scaled=True)
     built = compiled(function, types, with_config(constants), STRIDES, warps=tiles.warps, stages=3)
     assert built.metadata.shared * tiles.workers <= SHARED_BYTES
-    assert spilled(built, tmp_path) <= (SPILLED_BYTES if rows == 16 else 700)
+    assert spilled_bytes(built, tmp_path) <= (SPILLED_BYTES if rows == 16 else 700)
     assert ("wgmma" if rows == 64 else "mma") in built.asm["ptx"]
 
 
@@ -258,7 +266,7 @@ def test_latent_cache_write_compiles_without_spills(kind: str, tmp_path: Path) -
     types["values_ptr"] = {"int8": "*i8", "float8": "*fp8e4nv"}[kind]
     constants = {"RANK": 512, "ROPE": 64, "KIND": kind, "BLOCK_C": 512, "BLOCK_R": 64}
     built = compiled(triton_cache_write._write_latents, types, constants, ["k_t"], warps=4)
-    assert spilled(built, tmp_path) == 0
+    assert spilled_bytes(built, tmp_path) == 0
     assert "div.rn.f32" in built.asm["ptx"]  # rounds exactly as plain torch
     assert (kind == "float8") == ("cvt.rn.satfinite.e4m3x2" in built.asm["ptx"])
 
@@ -282,7 +290,7 @@ def test_merge_kernel_fits_the_gpu(width: int, part: int, wait: bool, shared: in
         "PIECES": pieces, "SHARED_PIECES": 64, "BLOCK_H": part,
     }  # fmt: skip
     built = compiled(triton_merge.merge, merge_types(), with_config(constants), (), warps=4, stages=3)
-    assert spilled(built, tmp_path) == 0
+    assert spilled_bytes(built, tmp_path) == 0
     assert registers(built, tmp_path) <= MERGE_REGISTERS or width != 128
     assert ("griddepcontrol.wait" in built.asm["ptx"]) == wait
 
@@ -298,5 +306,5 @@ def test_chunk_merge_kernel_fits_the_gpu(width: int, part: int, pieces: int, tmp
         "PIECES": pieces, "BLOCK_H": part,
     }  # fmt: skip
     built = compiled(triton_merge.merge_chunks, merge_types(), with_config(constants), (), warps=4, stages=3)
-    assert spilled(built, tmp_path) == 0
+    assert spilled_bytes(built, tmp_path) == 0
     assert "griddepcontrol.wait" in built.asm["ptx"]

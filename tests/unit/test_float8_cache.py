@@ -61,7 +61,7 @@ def test_engine_caches_twice_the_tokens_with_similar_output() -> None:
     assert outputs == [
         done.token_ids for done in Engine(model, tiny.tokenizer(), at_once).generate(prompts, [greedy] * 3)
     ]
-    exact = [tuple(tiny.greedy(model, prompt, 12)) for prompt in prompts]
+    exact = [tuple(tiny.greedy_tokens(model, prompt, 12)) for prompt in prompts]
     assert sum(a == b for x, y in zip(outputs, exact, strict=True) for a, b in zip(x, y, strict=True)) > 12
 
 

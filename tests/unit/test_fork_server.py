@@ -47,7 +47,7 @@ def test_a_script_sees_what_exec_would_show_it(script: Path, tmp_path: Path) -> 
     command = [sys.executable, "-W", "error::RuntimeWarning", str(script), "a", "b c"]
     options = {"cwd": tmp_path, "env": os.environ | {"VARIABLE": "x", "CODE": "7"}, "start_new_session": True}
     results = []
-    for how in (fork_server.by_exec, contextlib.nullcontext):
+    for how in (fork_server.start_by_exec, contextlib.nullcontext):
         with how():
             results.append(
                 subprocess.run(command, check=False, input="typed", capture_output=True, text=True, **options)

@@ -20,7 +20,7 @@ from colonnade.train import Trainer, optimizer_step
 from colonnade.train.optimizer import AdamW, FusedAdamW
 from colonnade.train.optimizer_step import OptimizerStep
 from tests import corpora
-from tests.adamw import drawn, moved
+from tests.adamw import random_states, two_steps
 
 MODEL = ModelConfig(vocab_size=61, layers=1, width=16, heads=4, ffn_width=17, context=32, tied=True)
 TRAIN = TrainConfig(steps=9, warmup=0, lr=1e-2, min_lr=1e-3, weight_decay=0.3, clip=0.1)
@@ -41,9 +41,9 @@ def backward(model: Transformer, master_weights: Masters, i: int, scale: float =
 
 def test_reference_follows_the_equations() -> None:
     """The update equations, written differently from the reference."""
-    weights = drawn(torch.float32, torch.bfloat16)
+    weights = random_states(torch.float32, torch.bfloat16)
     beta1, beta2, lr = 0.9, 0.95, 1e-2
-    got = moved(reference.adamw, weights)
+    got = two_steps(reference.adamw, weights)
     for i, weight in enumerate(weights):
         g, w, m, v = (x.double() for x in weight[:4])
         g = g * 0.37

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.compiled import SHARED_BYTES, SPILLED_BYTES, compiled, registers, spilled
+from tests.compiled import SHARED_BYTES, SPILLED_BYTES, compiled, registers, spilled_bytes
 
 pytestmark = [
     pytest.mark.sample(6),
@@ -43,7 +43,7 @@ def test_linear_kernels_fit_the_gpu(kind: str, rows: int, tmp_path: Path) -> Non
     # Several programs share a multiprocessor: otherwise nothing would be loaded while one waits.
     assert built.metadata.shared * (4 if rows == 16 else 2) <= SHARED_BYTES
     assert registers(built, tmp_path) * 32 * how.warps * 3 <= 65536
-    assert spilled(built, tmp_path) == 0
+    assert spilled_bytes(built, tmp_path) == 0
     # Weights are loaded 16 bytes at a time; 4-bit integers are not converted to float one by one.
     assert "wgmma" in ptx and re.search(r"cp\.async\.cg[^;]*, 0x10", ptx)
     assert kind != "int4" or not re.search(r"cvt\.rn\.f32\.[su]", ptx)
@@ -78,7 +78,7 @@ def test_expert_kernels_fit_the_gpu(name: str, kind: str, rows: int, tmp_path: P
     whole = [size for size in EXPERT_SIZES if size in types]
     built = compiled(kernel, types, constants, whole, warps=how.warps, stages=how.stages)
     assert built.metadata.shared * (2 if rows < 128 else 1) <= SHARED_BYTES
-    assert spilled(built, tmp_path) <= SPILLED_BYTES
+    assert spilled_bytes(built, tmp_path) <= SPILLED_BYTES
     assert "wgmma" in built.asm["ptx"] and re.search(r"cp\.async\.cg[^;]*, 0x10", built.asm["ptx"])
     assert kind != "int4" or not re.search(r"cvt\.rn\.f32\.[su]", built.asm["ptx"])
 
@@ -95,7 +95,7 @@ def test_fixed_tile_kernels_fit_the_gpu(name: str, tmp_path: Path) -> None:
     run = triton_batch_invariant._linear
     built = compiled(run, types, constants, whole, warps=tile.warps, stages=tile.stages)
     assert built.metadata.shared * 2 <= SHARED_BYTES
-    assert spilled(built, tmp_path) == 0
+    assert spilled_bytes(built, tmp_path) == 0
     assert kind != "*bf16" or "wgmma" in built.asm["ptx"]
 
 
@@ -110,4 +110,4 @@ def test_gptq_kernel_is_one_warp_without_barriers(kind: str, tmp_path: Path) -> 
     constants = {"KIND": kind, "HIGHEST": 15.0, "TOGETHER": together, "BF": triton_gptq.ROWS, "BC": 128}
     built = compiled(kernel, types, constants, [], warps=1, stages=1)
     assert "bar.sync" not in built.asm["ptx"]
-    assert spilled(built, tmp_path) == 0
+    assert spilled_bytes(built, tmp_path) == 0

@@ -26,7 +26,7 @@ from colonnade.model.weight_only_quant import quantised_kind, weight_bytes, weig
 from colonnade.parallel.axis import SOLO_AXES
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.serve import Engine, SamplingParams
-from tests.experts import LOADS, Case, in_fewer_bits, written_out
+from tests.experts import LOADS, Case, dequantise_experts, quantise_experts
 from tests.models import MOES, build
 from tests.serve import tiny
 from tests.serve.ranks import COUNT, EXPERTS, GPT2, PROMPTS
@@ -52,10 +52,10 @@ def test_kernels_match_the_reference_with_dequantised_weights(
         case = Case(*shape, load=load, gated=gated, biased=biased, activation=next(activations))
         x, routing, *stacks = case.leaves(torch.float64, "cpu")
         with torch.no_grad():
-            kept = in_fewer_bits(Weights(*stacks), kind, group)
+            kept = quantise_experts(Weights(*stacks), kind, group)
             order_R, ends_E = permute.sort(case.ids(), case.E, case.rows())
             got = row.run(x, order_R, ends_E, routing, kept, case.activation)
-            plain = written_out(kept, torch.float64)
+            plain = dequantise_experts(kept, torch.float64)
             assert_same(got, reference.routed(x, order_R, ends_E, routing, plain, case.activation), 1e-12)
 
 
@@ -106,7 +106,9 @@ def dequantised(model: Transformer, like: Transformer) -> Transformer:
             if isinstance(theirs, QuantisableMatrix) and theirs.quantised is not None:
                 module.weight.copy_(dequantise(theirs.quantised, torch.float64))
             elif isinstance(theirs, Experts):
-                for destination, values in zip(module.stored, written_out(theirs.stored, torch.float64), strict=True):
+                for destination, values in zip(
+                    module.stored, dequantise_experts(theirs.stored, torch.float64), strict=True
+                ):
                     if destination is not None:
                         destination.copy_(values)
         for name, p in model.named_parameters():  # not quantised
@@ -155,7 +157,7 @@ def test_engine_output_matches_the_reference_forward(changes: dict, weights: str
     params = SamplingParams(temperature=0, max_tokens=COUNT, ignore_eos=True)
     limits = ServeConfig(pages=16, page_tokens=3, token_budget=7, max_requests=3, weights=weights)
     outputs = Engine(model.transformer, tiny.tokenizer(), limits).generate(PROMPTS, [params] * len(PROMPTS))
-    assert [list(c.token_ids) for c in outputs] == [tiny.greedy(plain, prompt, COUNT) for prompt in PROMPTS]
+    assert [list(c.token_ids) for c in outputs] == [tiny.greedy_tokens(plain, prompt, COUNT) for prompt in PROMPTS]
     waiting = api.load(tmp_path / "m", **on, experts=ExpertsConfig(layers_on_device=2))
     assert all(layer.fetch is not None for layer in expert_modules(waiting.transformer))
     again = Engine(waiting.transformer, tiny.tokenizer(), limits).generate(PROMPTS, [params] * len(PROMPTS))

@@ -56,7 +56,7 @@ def test_both_stacks_recompute_bit_for_bit(name: str) -> None:
     config = {"t5": encdec.t5("1.1"), "switch": encdec.switch(), "nllb": encdec.nllb()}[name]
 
     def once(kind: RecomputeKind) -> tuple[Tensor, dict[str, Tensor | None], int]:
-        model = encdec.built(config).train().requires_grad_()
+        model = encdec.random_model(config).train().requires_grad_()
         configure_recompute(model, TrainConfig(recompute=kind), pytest.fail, pytest.fail, SOLO)
         stream, attend = encdec.inputs(encdec.texts([7, 4], 50), encdec.texts([5, 3], 50))
         run = lambda: model(stream, attend, Loss(stream.tokens_T))[0]  # noqa: E731
@@ -79,7 +79,7 @@ def test_both_stacks_recompute_bit_for_bit(name: str) -> None:
 
 
 def test_a_budget_over_two_stacks_is_refused() -> None:
-    model, train = encdec.built(encdec.t5()), TrainConfig(recompute="budget", activation_bytes=1)
+    model, train = encdec.random_model(encdec.t5()), TrainConfig(recompute="budget", activation_bytes=1)
     with pytest.raises(ConfigError, match=r"budget supports one stack of blocks.* set train.recompute to attention"):
         configure_recompute(model, train, pytest.fail, pytest.fail, SOLO)
 
@@ -91,7 +91,7 @@ def test_blocks_of_two_stacks_compile_once(kind: RecomputeKind) -> None:
     """One graph for all layers of a stack, relative biases and cross attention included; the same gradients."""
     torch._dynamo.reset()
     config = encdec.t5("1.1")
-    model, plain = (encdec.built(config).train().requires_grad_() for _ in range(2))
+    model, plain = (encdec.random_model(config).train().requires_grad_() for _ in range(2))
     counter = CompileCounterWithBackend("aot_eager")
     for net in (model, plain):
         stacks = [*net.blocks, *net.encoder_blocks]

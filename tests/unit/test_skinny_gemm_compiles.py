@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.compiled import SHARED_BYTES, compiled, product_types, registers, spilled
+from tests.compiled import SHARED_BYTES, compiled, product_types, registers, spilled_bytes
 
 pytestmark = [
     pytest.mark.sample(6),
@@ -60,7 +60,7 @@ def test_skinny_gemms_fit_the_gpu(kind: str, rows: int, gated: bool, inputs: int
     room = min(SHARED_BYTES // built.metadata.shared, 65536 // (registers(built, tmp_path) * 32 * tiles.warps))
     each = tiles.BN * tiles.BK * (1 + gated) * {"plain": 2, "int4": 4}.get(kind, 1)
     assert room * (tiles.stages - 1) * each > 60_000
-    assert spilled(built, tmp_path) == 0
+    assert spilled_bytes(built, tmp_path) == 0
     # Weights are prefetched, 16 bytes per thread.
     assert len(re.findall(r"cp\.async\.c\w[^;]*, 0x10", ptx)) >= tiles.stages - 1
 
@@ -80,4 +80,4 @@ def test_cache_write_fits_the_gpu(tmp_path: Path) -> None:
     constants = {"cfg": triton_cache_write._Config(8, 4, 128, True, True, 8, 128)}
     whole = ["qkv_t", "page_tokens", "slots_total", "keys", "values"]
     built = compiled(kernel, types, constants, whole, warps=4)
-    assert spilled(built, tmp_path) == 0
+    assert spilled_bytes(built, tmp_path) == 0

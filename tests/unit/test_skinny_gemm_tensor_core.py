@@ -11,7 +11,15 @@ import torch
 
 from colonnade.kernels.linear.quantise import FLOAT8
 from colonnade.kernels.linear.skinny_gemm_tiles import SkinnyTiles
-from tests.compiled import SHARED_BYTES, compiled, disassembled, loop, product_types, registers, spilled
+from tests.compiled import (
+    SHARED_BYTES,
+    compiled,
+    disassembled,
+    loop_instructions,
+    product_types,
+    registers,
+    spilled_bytes,
+)
 
 pytestmark = [
     pytest.mark.sample(6),
@@ -126,7 +134,7 @@ def test_few_instructions_per_weight(
     whole = [size for size in SIZES if size != "groups" or inputs // 64 % 16 == 0]
     kernel = triton_skinny_gemm_tensor_core.tensor_core_kernel
     built = compiled(kernel, types, {"rows": rows, "C": config}, whole, warps=tiles.warps, **limit)
-    body = loop(disassembled(built, tmp_path), "HMMA")
+    body = loop_instructions(disassembled(built, tmp_path), "HMMA")
     step = tiles.BN * constants["BATCH"] * constants["K"] * (4 if four else 2)
     if constants["STEPS"] > 1:
         step *= 1 + gated  # else a gate's matrices take turns
@@ -135,7 +143,7 @@ def test_few_instructions_per_weight(
     # Halves go straight into the tensor cores' registers, for sixteen outputs and eight words at a time.
     reads = sum("LDSM.16.M88.4" in line for line in body)
     assert reads >= step // (8 if four else 4) / 128 / tiles.warps
-    assert spilled(built, tmp_path) <= (512 if rows == 16 else 256 if limited else 0)
+    assert spilled_bytes(built, tmp_path) <= (512 if rows == 16 else 256 if limited else 0)
     room = max(1, tiles.programs_per_sm)
     assert built.metadata.shared * room <= SHARED_BYTES
     assert registers(built, tmp_path) * 32 * tiles.warps * room <= 65536

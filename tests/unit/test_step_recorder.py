@@ -95,7 +95,7 @@ def test_tokens_of_latent_attention_are_those_of_its_materialised_form(name: str
     outputs, _ = run_engine(fixed=True, **SHAPES[name])
     assert outputs == alone
     for prompt, output in zip(PROMPTS, outputs, strict=True):
-        assert list(output.token_ids) == tiny.greedy(model, prompt, len(output.token_ids))
+        assert list(output.token_ids) == tiny.greedy_tokens(model, prompt, len(output.token_ids))
 
 
 @pytest.mark.parametrize(

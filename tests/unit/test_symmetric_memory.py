@@ -10,7 +10,7 @@ import torch
 import small_allreduce as benchmark
 from colonnade.parallel import symmetric_memory
 from colonnade.parallel.axis import Axes, Axis
-from tests.compiled import compiled, spilled
+from tests.compiled import compiled, spilled_bytes
 from tests.worlds import run
 
 
@@ -55,7 +55,7 @@ def test_kernel_reads_peers_after_all_have_written(kind: str, summed: bool, tmp_
     assert "bar.sync" in ptx[ptx.index("st.global.v4") : signalled], "all threads must finish before one signals"
     assert ptx.count("ld.global.v4", waited) >= 4 * (1 + (kind == "*i32")), "16 bytes at a time, from every rank"
     assert "ld.global.v4" not in ptx[signalled:waited], "no peer's values are read before the wait"
-    assert spilled(built, tmp_path) == 0
+    assert spilled_bytes(built, tmp_path) == 0
 
 
 def test_limit_is_the_first_size_where_nccl_is_faster() -> None:

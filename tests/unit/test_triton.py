@@ -36,7 +36,7 @@ def test_interpreted_kernels_match_their_references(interpreter: Interpreter, mo
 @pytest.mark.parametrize("side", ["end", "begin"])
 def test_out_of_bounds_read_ends_the_process(side: str) -> None:
     """So interpreted kernels that pass read nothing beyond their tensors."""
-    command = [sys.executable, "-m", "tests.guarded", side]
+    command = [sys.executable, "-m", "tests.guard_pages", side]
     ran = subprocess.run(command, check=False, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert (ran.stdout, ran.returncode) == ("guarded\n", -signal.SIGSEGV), ran.stderr
 
@@ -44,6 +44,6 @@ def test_out_of_bounds_read_ends_the_process(side: str) -> None:
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed: pip install triton")
 def test_sanitizer_cases_can_be_built() -> None:
     """The sanitizer itself needs a GPU (tests/gpu/test_sanitizer_gpu.py); this checks its cases on any machine."""
-    from tests.sanitized import CASES
+    from tests.sanitizer_runs import CASES
 
     assert all(case.made() for _, case, _ in CASES)

@@ -11,7 +11,15 @@ from typing import Any
 
 import pytest
 
-from tests.compiled import SHARED_BYTES, SPILLED_BYTES, compiled, disassembled, loop, registers, spilled
+from tests.compiled import (
+    SHARED_BYTES,
+    SPILLED_BYTES,
+    compiled,
+    disassembled,
+    loop_instructions,
+    registers,
+    spilled_bytes,
+)
 
 pytestmark = [
     pytest.mark.sample(6),
@@ -121,7 +129,7 @@ def test_expert_kernels_fit_the_gpu(kernel: str, how: Any, tma: bool, gather: bo
     function = getattr(triton_grouped_gemm, name, None) or getattr(triton_wgrad, name)
     built = compiled(function, types, constants, DIVISIBLE, warps=how.warps, stages=how.stages)
     assert built.metadata.shared <= SHARED_BYTES
-    assert spilled(built, tmp_path) <= SPILLED_BYTES
+    assert spilled_bytes(built, tmp_path) <= SPILLED_BYTES
     assert ("wgmma" in built.asm["ptx"]) == (how.BM >= 64)
     assert ("cp.async.bulk.tensor" in built.asm["ptx"]) == tma
     # Every operand of the loop is loaded asynchronously, several steps ahead.
@@ -142,7 +150,7 @@ def test_adamw_uses_16_byte_loads_and_stores(gradient: str, tmp_path: Path) -> N
     constants = {"GRADIENT": getattr(tl, gradient), "COPY": tl.bfloat16, "ALIGN": triton_adamw.ALIGNED_BYTES}
     constants |= {"BLOCK": triton_adamw.BLOCK, "ITERATIONS": triton_adamw.ITERATIONS}
     built = compiled(function, types, constants, warps=triton_adamw.WARPS, enable_fp_fusion=False)
-    assert spilled(built, tmp_path) == 0
+    assert spilled_bytes(built, tmp_path) == 0
     assert registers(built, tmp_path) <= 64
     ptx = built.asm["ptx"]
     assert ptx.count("ld.global.v4") >= 3 and ptx.count("st.global.v4") >= 3
@@ -161,7 +169,7 @@ def test_top_k_kernel_stays_in_registers(experts: int, active: int, tmp_path: Pa
     rows = max(1, min(triton_routing.MAX_ROWS, triton_routing.BLOCK_VALUES // padded))
     constants = {"A": active, "NORMALISE": True, "E_PAD": padded, "A_PAD": triton.next_power_of_2(active), "ROWS": rows}
     built = compiled(triton_routing._top_experts, types, constants, ("compared_stride", "scores_stride"), warps=4)
-    assert spilled(built, tmp_path) == 0
+    assert spilled_bytes(built, tmp_path) == 0
 
 
 @pytest.mark.slow
@@ -173,7 +181,7 @@ def test_sampling_kernel_stays_in_registers(logits: str, tmp_path: Path) -> None
     types |= dict.fromkeys(("vocab", "stride", "none"), "i32")
     constants = {"NUM_ARGS": 7, "BLOCK": module.MAX_BLOCK, "DRAW_BLOCK": module.MAX_DRAW_BLOCK}
     built = compiled(module._sample, types, constants, ("vocab", "stride"), warps=module.MAX_BLOCK // 512)
-    assert spilled(built, tmp_path) <= SPILLED_BYTES
+    assert spilled_bytes(built, tmp_path) <= SPILLED_BYTES
     assert "ld.global.v4" in built.asm["ptx"]
     assert built.metadata.shared <= 1024, "a search exchanges sums only"
 
@@ -191,7 +199,7 @@ def test_sort_and_count_kernels_stay_in_registers(experts: int, turns: int, tmp_
     kernels = (*sorting, (triton_sort._histogram, tally))
     for function, constants in kernels:
         types = {name: kind for name, kind in numbers.items() if name in function.arg_names}
-        assert spilled(compiled(function, types, constants, warps=4), tmp_path) == 0
+        assert spilled_bytes(compiled(function, types, constants, warps=4), tmp_path) == 0
 
 
 @pytest.mark.parametrize("padded", [False, True])
@@ -206,7 +214,7 @@ def test_relative_bias_gradient_stays_in_registers(padded: bool, tmp_path: Path)
     constants |= {} if padded else {"lengths_ptr": None}
     function, whole = module._relative_attention_bias_grad, ("q", "k", "v", "o", "do", "T", "H")
     built = compiled(function, types, constants, whole, warps=module.WARPS, stages=module.STAGES)
-    assert spilled(built, tmp_path) == 0
+    assert spilled_bytes(built, tmp_path) == 0
     assert built.metadata.shared <= SHARED_BYTES // 2, "two blocks on a multiprocessor"
 
 
@@ -216,7 +224,7 @@ def test_token_is_read_once_for_all_its_rows(tmp_path: Path) -> None:
 
     types = {"x_ptr": "*bf16", "y_ptr": "*bf16", "inverse_ptr": "*i32", "D": "i32", "stride": "i32"}
     built = compiled(triton_permute._gather_by_token, types, {"A": 8, "BD": 1024}, ("D", "stride"), warps=4)
-    assert spilled(built, tmp_path) == 0
+    assert spilled_bytes(built, tmp_path) == 0
     assert built.asm["ptx"].count("st.global.v4") == 8
 
 
@@ -234,7 +242,7 @@ def test_decode_expert_kernels_prefetch_16_bytes_at_a_time(tmp_path: Path) -> No
         A=8, GATED=True, BIASED=False, ACT="silu", STEPS=2048 // up["BK"], R_PAD=8, PDL=True, **up
     )
     built = compiled(triton_few_tokens.few_tokens_up_kernel, types, {"C": constants}, ("F", "D", "x_t"), warps=4)
-    assert spilled(built, tmp_path) == 0
+    assert spilled_bytes(built, tmp_path) == 0
     assert built.metadata.shared * triton_few_tokens.PROGRAMS_PER_SM <= SHARED_BYTES
     weight_bytes = 2 * (up["STAGES"] - 1) * up["BN"] * up["BK"] * 2
     assert built.metadata.shared > weight_bytes
@@ -246,7 +254,7 @@ def test_decode_expert_kernels_prefetch_16_bytes_at_a_time(tmp_path: Path) -> No
             A=8, BIASED=False, STEPS=-(-768 // high), R_PAD=8, BF=high, BD=outputs, STAGES=down["STAGES"], PDL=True
         )
         built = compiled(triton_few_tokens.few_tokens_down_kernel, types, {"C": constants}, ("F", "D", "x_t"), warps=4)
-        assert spilled(built, tmp_path) == 0
+        assert spilled_bytes(built, tmp_path) == 0
         weight_bytes = (down["STAGES"] - 1) * high * outputs * 2
         assert weight_bytes < built.metadata.shared <= room
         copies = len(re.findall(r"cp\.async\.cg[^;]*, 0x10", built.asm["ptx"]))
@@ -267,8 +275,8 @@ def test_ternary_lanes_share_the_inputs_of_a_word(words: int, unit: str, two_lev
     types |= {"order_ptr": "*i64", "ends_ptr": "*i64", "weights_ptr": "*bf16", "x_ptr": "*bf16", "y_ptr": "*bf16"}
     types |= dict.fromkeys(("outputs", "inputs", "E", "stride", "active", "units"), "i32")
     built = compiled(triton_ternary.ternary_kernel, types, {"C": constants}, warps=8)
-    assert spilled(built, tmp_path) == 0
-    body = loop(disassembled(built, tmp_path), "LDG.E.U16", inner=True)
+    assert spilled_bytes(built, tmp_path) == 0
+    body = loop_instructions(disassembled(built, tmp_path), "LDG.E.U16", inner=True)
     assert not any(" STS" in line or " SHFL" in line for line in body)
     assert sum("LDG.E.U16" in line for line in body) >= 4 * words  # x, and words of 16 bits
 
@@ -302,4 +310,4 @@ def test_transducer_kernels_stay_in_registers(frames: int, columns: int, tmp_pat
         if function is triton_joint._split:
             types["out_ptr"] = "*bf16"
         built = compiled(function, types, own, ("D", "padded_D", "V", "padded_V", "padded_C"), warps=warps)
-        assert spilled(built, tmp_path) <= SPILLED_BYTES, function.fn.__name__
+        assert spilled_bytes(built, tmp_path) <= SPILLED_BYTES, function.fn.__name__

@@ -12,7 +12,7 @@ def tolerance(dtype: torch.dtype) -> float:
     return 4e-3 if dtype == torch.bfloat16 else 6e-4
 
 
-def codes(device: str) -> list[Quantised]:
+def matrices_of_all_codes(device: str) -> list[Quantised]:
     """A matrix of each kind with 16 outputs whose columns contain every code: 16 times 16."""
     every = torch.arange(256, dtype=torch.int16).sub(128).to(torch.int8).view(OUTPUTS, 16).repeat(1, 4)
     byte = every.contiguous().to(device)

@@ -71,7 +71,7 @@ def gradients(
     return found | {"loss": loss}
 
 
-def laid(device: str) -> AbstractContextManager[DistributedContext]:
+def tp_context(device: str) -> AbstractContextManager[DistributedContext]:
     """A context in which all processes are tensor-parallel ranks."""
     plan = Plan(tp=torch.distributed.get_world_size(), sequence_parallel=True, tp_overlap=True)
     return DistributedContext.build(plan, device)

@@ -32,7 +32,7 @@ def random_model(kind: str, settings: dict[str, Any], seed: int) -> Any:
     return model.eval()
 
 
-def their_logits(model: Any, texts: list[Tensor]) -> Tensor:
+def transformers_logits(model: Any, texts: list[Tensor]) -> Tensor:
     """logits_TV of the documents, each run alone."""
     with torch.no_grad():
         return torch.cat([model(input_ids=text[None]).logits[0] for text in texts])
@@ -49,7 +49,7 @@ def same_as_transformers(
     """Compare logits, loss and every gradient; ``gradients`` maps their checkpoint names to gradients."""
     texts = documents(ours.config.vocab_size)
     stream, attend, targets = stream_of(texts, causal=ours.config.causal)
-    assert_same(ours(stream, attend, Rows()), their_logits(theirs, texts), TOLERANCE, "logits")
+    assert_same(ours(stream, attend, Rows()), transformers_logits(theirs, texts), TOLERANCE, "logits")
     total, count = ours(stream, attend, Loss(targets))
     (total / count).backward()
     loss = sum(theirs(input_ids=text[None], labels=text[None]).loss * (len(text) - 1) for text in texts) / count

@@ -28,7 +28,7 @@ Shape = tuple[int, int, int | None]
 """(head width, page tokens, window)."""
 
 
-def errors(
+def step_errors(
     cp: int, device: str, dtypes: Sequence[torch.dtype], shapes: Sequence[Shape]
 ) -> dict[torch.dtype, dict[str, float]]:
     """On each rank: the relative error by norm of each step."""

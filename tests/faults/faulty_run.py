@@ -1,4 +1,4 @@
-"""A run whose rank 1 suffers faults, each once: ``python faulty.py FAULT,FAULT CONFIG``, by our
+"""A run whose rank 1 suffers faults, each once: ``python faulty_run.py FAULT,FAULT CONFIG``, by our
 launcher or torchrun.
 """
 
@@ -28,7 +28,7 @@ def work(faults: str, run: RunConfig) -> int:
     run.runs.mkdir(parents=True, exist_ok=True)
     (run.runs / f"pid-{rank}").write_text(str(os.getpid()))
 
-    def strike(fault: str) -> None:
+    def cause_fault(fault: str) -> None:
         struck = run.runs / f"struck by {fault}"
         if rank == 1 and fault in faults.split(",") and not struck.exists():
             struck.touch()
@@ -40,13 +40,13 @@ def work(faults: str, run: RunConfig) -> int:
 
     def write_data(self: Writer, *args: Any) -> Any:
         if self.folder.name == "step-8":
-            strike("kill in save")
+            cause_fault("kill in save")
         return real_write(self, *args)
 
     def on_device(self: TrainingState, batches: Any) -> Any:
         if self.steps_taken == AT:
             for fault in ("kill in step", "stop", "stuck"):
-                strike(fault)
+                cause_fault(fault)
         return real_on_device(self, batches)
 
     with patch.object(Writer, "write_data", write_data), patch.object(TrainingState, "_on_device", on_device):

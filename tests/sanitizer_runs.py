@@ -1,6 +1,6 @@
 """Small runs of every paged-attention kernel under compute-sanitizer (tests/gpu/test_sanitizer_gpu.py):
 
-PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 9 python -m tests.sanitized
+PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 9 python -m tests.sanitizer_runs
 
 Without torch's caching allocator each tensor is its own allocation, so that out-of-bounds accesses are detected.
 With the argument ``cpu`` and ``TRITON_INTERPRET=1`` it checks that the program itself works, with ``cuda cpp`` it runs
@@ -15,8 +15,8 @@ import torch
 from colonnade.kernels import nvrtc
 from colonnade.kernels.attention import cache_write, cuda_decode, triton_cache_write
 from colonnade.kernels.attention.decode_tiles import OVERRIDE, Tiles
-from tests.decoding import KERNELS, Case, Made
-from tests.latent_decoding import LatentCase, LatentMade
+from tests.decoding import KERNELS, Case, CaseTensors
+from tests.latent_decoding import LatentCase, LatentTensors
 
 HALF = {"dtype": torch.float16}
 EVERYTHING = {"cap": 1.5, "slopes": True, "sinks": True}
@@ -43,7 +43,7 @@ CUDA_CASES = ("decodes", "several queries", "fixed cuts", "many fixed cuts", "8 
 """Cases that the CUDA C++ kernel supports too."""
 
 
-def same(made: Made | LatentMade, what: str) -> None:
+def same(made: CaseTensors | LatentTensors, what: str) -> None:
     """Compare with float64 by norm."""
     got, exact = made.run().o.double(), made.exact().o
     assert float((got - exact).norm() / exact.norm()) < 1e-3, what

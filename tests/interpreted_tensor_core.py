@@ -1,4 +1,4 @@
-"""Tensor-core skinny GEMMs, by Triton's interpreter: ``TRITON_INTERPRET=1 python -m tests.interpreted_units``.
+"""Tensor-core skinny GEMMs, by Triton's interpreter: ``TRITON_INTERPRET=1 python -m tests.interpreted_tensor_core``.
 
 See interpreted.py. The interpreter decodes values one by one where the inline assembly decodes two at once;
 tests/unit/test_skinny_gemm_tensor_core.py shows that both give the same values.
@@ -14,8 +14,8 @@ from colonnade.kernels.linear import reference, skinny_gemm, skinny_gemm_tiles
 from colonnade.kernels.linear.quantise import Quantised, quantise
 from colonnade.kernels.linear.reference import Gate, NormWeights
 from colonnade.kernels.linear.skinny_gemm_tiles import SkinnyTiles
+from tests.all_codes import matrices_of_all_codes, tolerance
 from tests.interpreted_fused import as_float64, draw
-from tests.units import codes, tolerance
 
 KINDS = [("int8", 64), ("float8", 64), ("int4", 32), ("int4", 64), ("int4", 128)]
 DTYPES = torch.float16, torch.bfloat16
@@ -88,7 +88,7 @@ def check_unsupported_cases() -> int:
 def check_every_code() -> int:
     """Every code of each format, one at a time."""
     count = 0
-    for dtype, weight in itertools.product(DTYPES, codes("cpu")):
+    for dtype, weight in itertools.product(DTYPES, matrices_of_all_codes("cpu")):
         x, exact = torch.eye(weight.inputs, dtype=dtype), one_by_one(weight)
         tiles = SkinnyTiles(16, weight.values.shape[1], 2, 2, tensor_cores=True)
         got = torch.cat([skinny_gemm.launch(some, weight, tiles=tiles) for some in x.split(16)]).T
