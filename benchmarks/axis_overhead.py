@@ -179,7 +179,7 @@ def main() -> None:
     if args.no_report:
         return
     head = Headline(
-        f"what axes, attend and head cost one process: the tour model forward and backward, {B} x {S} tokens",
+        f"overhead of axes, attend and head in one process, the tour model forward and backward, {B} x {S} tokens",
         rows[0]["forward_backward_ms"],
         "ms",
         "the same maths in plain modules",

@@ -211,11 +211,11 @@ def main() -> None:
     post, pre = curves["post"][2], curves["pre"][2]
     heads = []
     if math.isfinite(pre):
-        what = f"validation loss of BERT, norms before each part, {size}"
-        beside = ("norms after each part", round(post, 4)) if math.isfinite(post) else ("", None)
+        what = f"validation loss of pre-norm BERT, {size}"
+        beside = ("post-norm", round(post, 4)) if math.isfinite(post) else ("", None)
         heads = [Headline(what, round(pre, 4), "(lower is better)", *beside)]
     notes = (
-        f"{size}; {args.batch} samples of {args.sequence} tokens a step, peak learning rate {args.lr:g} after "
+        f"{size}; {args.batch} samples of {args.sequence} tokens per step, peak learning rate {args.lr:g} after "
         f"{args.warmup} steps of warm-up, linear decay, clip 1; loss is masked tokens' plus the order's; each row is a "
         "mean over the steps since the row before."
     )

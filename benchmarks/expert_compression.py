@@ -5,7 +5,7 @@
 
 A mixture with the layers of Mixtral is trained on the State of the Union speeches (``--text``: a file of their text
 instead) and compressed with the experts' part of :mod:`colonnade.tune` and :mod:`colonnade.compress`; calibration reads
-the training part. ``expert_bytes`` counts experts that are not quantised with two bytes a weight. ``perplexity`` and
+the training part. ``expert_bytes`` counts experts that are not quantised with two bytes per weight. ``perplexity`` and
 ``kl_nats`` (from the mixture's predictions) are over the last twentieth of the text, in windows of 512 tokens.
 Recovered models train for 252 steps of a calibration text each: ternary experts train trits and scales, int4 trains the
 scales of all other layers. int4 also quantises what is no expert, ternary does not. The question that the table
@@ -154,7 +154,7 @@ def ways(
 
     E, quarter = moe.experts, moe.experts // 4
     int4 = Compression(weights="int4", weight_group=32, fold=False)
-    # Experts in int4 (5 bits a weight with their scales) that take no fewer bytes than all of them in 0.889 bits.
+    # Experts in int4 (5 bits per weight with their scales) that take no fewer bytes than all of them in 0.889 bits.
     few = max(moe.active, math.ceil(E * (16 / 18) / 5))
     found: dict[str, Callable[[], Transformer]] = {
         "all experts": lambda: whole,

@@ -339,7 +339,7 @@ def headlines(rows: Sequence[Row]) -> list[Headline]:
                     least = min(float(row["ms"] or 0) for row in ours)
                     text = f"{name} experts on {world} GPUs, {what}"
                     lines.append(Headline(text, least, "ms", str(peer[0]["who"]), float(peer[0]["ms"] or 0)))
-    for who, key, text in (("auto", "over_best", "auto over the best fixed way"),
+    for who, key, text in (("auto", "over_best", "auto over the best fixed configuration"),
                            ("taking turns", "switch_cost", "changing the degree between steps")):  # fmt: skip
         found = [float(row[key] or 0) for row in of(rows, who=who)]
         if found:

@@ -239,7 +239,7 @@ def measure(size: str, device: str, steps: int) -> tuple[list[dict[str, Cell]], 
                 rates = tokens / late(mine), tokens / late(peer)  # both see all rows once, in another order
                 row |= {"ours_tokens_per_s": round(rates[0]), "trl_tokens_per_s": round(rates[1])}
                 what = "SFT with LoRA" if method == "lora" else "SFT"
-                heads.append(Headline(f"{what}, 8 conversations a step", rates[0], "tokens/s", "TRL", rates[1]))
+                heads.append(Headline(f"{what}, 8 conversations per step", rates[0], "tokens/s", "TRL", rates[1]))
             rows.append(row)
             print(format_row(row), flush=True)
     our_side.close()

@@ -95,7 +95,7 @@ def draw_table(rows: Sequence[dict[str, Any]], path: Path) -> None:
         theirs = [(S, us) for (B, S), us in A100.items() if whole == B * S]
         axes.loglog(*zip(*theirs, strict=True), "--", color="#9aa5b1", label="Flash-Decoding, A100 (the article)")
     axes.set_xscale("log", base=2)
-    axes.set_xlabel(f"tokens a request, {whole:,} in all")
+    axes.set_xlabel(f"tokens per request, {whole:,} in all")
     axes.set_ylabel("µs")
     axes.grid(color="#e4e7eb", linewidth=0.6)
     figure.legend(frameon=False, fontsize=8, loc="outside right upper")

@@ -46,8 +46,8 @@ def llama_jobs(tiny: bool, ranks: int) -> list[Job]:
     config, plan = preset("llama-3-8b"), Plan(dp=ranks)
     kinds = {
         "bfloat16": FAST,
-        "float8, a scale a tensor": FAST.replace(float8="tensorwise"),
-        "float8, a scale a row": FAST.replace(float8="rowwise"),
+        "float8, one scale per tensor": FAST.replace(float8="tensorwise"),
+        "float8, one scale per row": FAST.replace(float8="rowwise"),
     }
     return [
         Job(f"Llama-3-8B, sequence 8192, {name}", config, plan, 8192, 2, train, 3, 5) for name, train in kinds.items()
@@ -59,16 +59,16 @@ def scaling_jobs(tiny: bool, worlds: Sequence[int]) -> list[Job]:
     if tiny:
         return [Job("GPT-2 in small", TINY_GPT2, Plan(dp=n), 32, 2, PLAIN, 1, 2) for n in worlds]
     gpt2, llama = preset("gpt2-1.2b"), preset("llama-3-8b")
-    jobs = [Job("GPT-2 1.2B, 32 x 1024 tokens a rank", gpt2, Plan(dp=n), 1024, 32) for n in worlds]
+    jobs = [Job("GPT-2 1.2B, 32 x 1024 tokens per rank", gpt2, Plan(dp=n), 1024, 32) for n in worlds]
     return jobs + [
-        Job("Llama-3-8B, 8192 tokens a rank", llama, Plan(dp=n), 8192, 1, FAST, 3, 5) for n in worlds if n > 1
+        Job("Llama-3-8B, 8192 tokens per rank", llama, Plan(dp=n), 8192, 1, FAST, 3, 5) for n in worlds if n > 1
     ]
 
 
 def llama_heads(rows: Sequence[Row]) -> list[Headline]:
     """Tokens per second of one rank."""
     return [
-        Headline(f"train {row['what']}, FSDP on {row['ranks']} GPUs", row["tokens_per_s_per_rank"], "tokens/s a GPU")
+        Headline(f"train {row['what']}, FSDP on {row['ranks']} GPUs", row["tokens_per_s_per_rank"], "tokens/s per GPU")
         for row in rows
     ]
 
@@ -82,7 +82,7 @@ def scaled(rows: Sequence[Row]) -> tuple[list[Row], list[Headline]]:
         scaled_rows += mine
         if len(mine) > 1:
             first, last = mine[0]["ranks"], mine[-1]["ranks"]
-            what = f"FSDP, {name}: speed of a GPU on {last}, of that on {first}"
+            what = f"FSDP, {name}: speed per GPU on {last}, relative to {first}"
             heads.append(Headline(what, round(100 * mine[-1]["share_of_linear"], 1), "%"))
     return scaled_rows, heads
 

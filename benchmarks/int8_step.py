@@ -74,7 +74,7 @@ def main(argv: list[str] | None = None) -> None:
             rows.append({"model": name, "threads": threads, **measured})
             print(format_row(rows[-1]), flush=True)
             heads = [
-                Headline(f"Step with --int8, {row['model']}, a thread", float(row["int8_dynamic_ms"] or 0), "ms",
+                Headline(f"Step with --int8, {row['model']}, one thread", float(row["int8_dynamic_ms"] or 0), "ms",
                          "float32", float(row["stored_ms"] or 0))
                 for row in rows if row["threads"] == 1
             ]  # fmt: skip

@@ -202,7 +202,9 @@ def main(argv: list[str] | None = None) -> None:
         print(format_row(row), flush=True)
     ours, theirs = (float(each["of_best"] or 0) if each else None for each in (rows[0], peer))
     heads = [
-        Headline("Managed table: hits of the best possible", ours or 0.0, "", "TorchRec" if peer else "", theirs),
+        Headline(
+            "Managed table: hits relative to an optimal table", ours or 0.0, "", "TorchRec" if peer else "", theirs
+        ),
         Headline("Managed table: share of the host's work that prefetch hides", float(rows[-1]["hidden"] or 0), ""),
     ]
     name = f"managed_table_{'cpu' if args.device == 'cpu' else 'gpu'}"

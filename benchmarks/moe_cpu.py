@@ -171,7 +171,7 @@ def main() -> None:
         eager, batched = (next((r["ms"] for r in here if r["who"].endswith(w)), None) for w in ("eager", "batched_mm"))
         better = min(ms for ms in (eager, batched) if ms is not None)
         what = f"experts of {here[0]['shape']}, {T} tokens on a CPU, float32"
-        return [Headline(what, here[0]["ms"], "ms", "transformers, its better path", better)]
+        return [Headline(what, here[0]["ms"], "ms", "transformers, its faster path", better)]
 
     notes = (
         f"{args.threads} threads; medians of alternating rounds; choices uniform over the experts; no router; "

@@ -233,7 +233,7 @@ def main(argv: list[str] | None = None) -> None:
             runs.append(trained(run.replace(model=model), method, seed))
             rows.add(summary(runs[-1], model, sequence))
     tokens = batch * sequence * args.steps
-    title = f"{rows[1]['mflop_per_token']} MFLOP a token, {tokens / 1e6:.1f} M tokens"
+    title = f"{rows[1]['mflop_per_token']} MFLOP per token, {tokens / 1e6:.1f} M tokens"
     verdict = summarise_methods(rows)
     print(verdict, flush=True)
     draw(runs, title, folder / f"{name}.png")
@@ -241,7 +241,7 @@ def main(argv: list[str] | None = None) -> None:
         kind: statistics.fmean(float(row["validation_loss"] or 0) for row in rows if row["model"] == kind and of(row))
         for kind in ("experts", "dense")
     }
-    what = f"held-out loss, 16 experts (2 a token) and dense, {title}, {len(args.seeds)} seeds"
+    what = f"held-out loss, 16 experts (2 per token) and dense, {title}, {len(args.seeds)} seeds"
     heads = [Headline(what, round(losses["experts"], 4), "nats", "dense", round(losses["dense"], 4))]
     path = report(name, rows, f"{verdict}\n\n{__doc__}", headlines=heads, folder=folder)
     rows.done()

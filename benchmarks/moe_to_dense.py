@@ -17,7 +17,7 @@ steps, batches and learning rates, from the same seed, and are measured on the l
     side by side, KL       the same start, KL alone
     side by side, CE       the same start, cross-entropy alone: what the initial weights give without a teacher
     random, half           the mixture's weights but random feed-forward layers; half cross-entropy, half KL
-    Switch's way           the same start; .75 of cross-entropy, .25 of KL
+    Switch's method           the same start; .75 of cross-entropy, .25 of KL
 
 The students see the tokens that the mixture has learned from a second time, so they have had more training than the
 dense model. Each model is measured ``--measured`` times in training, and the least held-out value counts.
@@ -44,7 +44,7 @@ from harness.report import Cell, Headline, folder_of, report
 from harness.rows import format_row
 from harness.torch_training import training_update
 
-SWITCH_ROW = "Switch's way"
+SWITCH_ROW = "Switch's method"
 STUDENTS: dict[str, tuple[str, DistillLoss | None]] = {
     "student": ("side by side", DistillLoss(DistillConfig().loss, DistillConfig().mix)),
     "side by side, KL": ("side by side", DistillLoss("kl", mix=0)),
@@ -194,7 +194,7 @@ def main(argv: list[str] | None = None) -> None:
     )
     head = Headline(
         "Share of the mixture's gain that a dense student keeps", round(statistics.mean(kept["student"]), 1), "%",
-        "Switch's way, same run", round(statistics.mean(kept[SWITCH_ROW]), 1),
+        "Switch's method, same run", round(statistics.mean(kept[SWITCH_ROW]), 1),
     )  # fmt: skip
     report("moe_to_dense", rows, notes=notes, headlines=[head], folder=folder_of(args.out, toy=args.tiny))
 

@@ -4,7 +4,7 @@
     python benchmarks/replicas.py --tiny         # a smoke test: few requests
 
 Three servers run at the same time and are asked in turns: one engine on one core, one engine on all cores, and a
-replica on each core (float32). 16 clients a core each send the next request when the last one is answered: 32 tokens
+replica on each core (float32). 16 clients per core each send the next request when the last one is answered: 32 tokens
 after a prompt of its own. The clients and the HTTP processes use the same cores.
 
 Prefixes: conversations that share a system prompt of about 500 tokens in groups, each of several turns, at the same

@@ -191,7 +191,7 @@ def headlines(rows: Sequence[dict[str, Cell]]) -> list[Headline]:
     speed = {(row["task"], row["who"], row["texts_at_once"]): float(row["texts_per_s"] or 0) for row in rows}
     names = {"embed": "embeddings", "classify": "classes"}
     return [
-        Headline(f"MiniLM {name} over HTTP, {CLIENTS} clients, {n} texts a request", speed[task, "colonnade", n],
+        Headline(f"MiniLM {name} over HTTP, {CLIENTS} clients, {n} texts per request", speed[task, "colonnade", n],
                  "texts/s", f"transformers in process, padded batches of {n}", speed[task, "transformers", n])
         for task, name in names.items() for n in (1, 8, 64) if (task, "colonnade", n) in speed
     ]  # fmt: skip

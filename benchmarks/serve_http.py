@@ -134,7 +134,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     servers = {"colonnade": (ROOT, 1)}
     if args.compare:
-        servers["the version before"] = (args.compare.resolve(), 1)
+        servers["the previous version"] = (args.compare.resolve(), 1)
     if args.fronts > 1:
         servers[f"{args.fronts} fronts"] = (ROOT, args.fronts)
     around = OtherProcesses()

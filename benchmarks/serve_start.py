@@ -115,7 +115,7 @@ def measure(
                 ("start_s", "s", "Start of a server"),
             ):
                 speed = {row["who"]: float(row[key] or 0) for row in rows if row["weights"] == weights}
-                peer = ("the version before", speed["before"]) if "before" in speed else ("", None)
+                peer = ("the previous version", speed["before"]) if "before" in speed else ("", None)
                 heads.append(Headline(f"{what}, SmolLM2-135M, weights {weights}", speed["colonnade"], unit, *peer))
     return rows, heads
 

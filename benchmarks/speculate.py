@@ -117,7 +117,7 @@ def measure(tiny: bool, rounds: int) -> tuple[list[dict[str, Cell]], list[Headli
             print(format_row(rows[-1]), flush=True)
             what = f"{name}: {text} text, {requests} at once, {DRAFTS[case.draft]}"
             speed, peer = (float(rows[-1][f"{who}_tokens_per_s"]) for who in ("drafted", "plain"))  # type: ignore[arg-type]
-            heads.append(Headline(what, speed, "tokens/s", "without", peer))
+            heads.append(Headline(what, speed, "tokens/s", "without drafts", peer))
     return rows, heads
 
 

@@ -166,7 +166,7 @@ def main(argv: list[str] | None = None) -> None:
     for row in rows:
         print(row)
     own, peer = rows[:2]
-    what = f"Whisper tiny.en on {len(chosen)} human prompts, CPU time a prompt, one thread"
+    what = f"Whisper tiny.en on {len(chosen)} human prompts, CPU time per prompt, one thread"
     heads = [
         Headline(what, float(own["cpu_s_a_prompt"] or 0), "s", "faster-whisper", float(peer["cpu_s_a_prompt"] or 0))
     ]

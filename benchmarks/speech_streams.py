@@ -4,7 +4,7 @@ torchaudio's.
     python benchmarks/speech_streams.py            # minutes; take two idle cores: taskset -c 0,1
     python benchmarks/speech_streams.py --tiny     # a smoke test
 
-Weights are random, which changes no speed; letters are emitted at random, 12 a second, as in speech. RTF is computing
+Weights are random, which changes no speed; letters are emitted at random, 12 per second, as in speech. RTF is computing
 time over the sound's length, of one stream that gets 40 ms of sound and a JPEG of 96 × 96 at a time: decoding the JPEG
 (``jpegs_decoded``; only where PyAV and Pillow are installed), front ends, encoder and search. With "camera" the JPEGs
 show a talking head at 640 × 480, in which the face detector finds the mouth (only where the packages facenet-pytorch

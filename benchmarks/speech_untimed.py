@@ -101,7 +101,7 @@ def main(argv: list[str] | None = None) -> None:
         )
         print(rows[-1], flush=True)
     first = next(row for row in rows if row["what"] == "times of words")
-    what = f"{args.preset}, bounds of words of two accents within 60 ms, clean, times in training: {args.times}"
+    what = f"{args.preset}, word boundaries of two accents within 60 ms, clean, times in training: {args.times}"
     heads = [Headline(what, round(100 * float(first["within_60_ms"] or 0), 1), "%")]
     name = {"accents": "speech_untimed_cpu", "none": "speech_untimed_none_cpu", "all": "speech_timed_cpu"}[args.times]
     name = name if args.preset == "speech-tiny" else name.replace("speech", args.preset.replace("-tiny", ""))

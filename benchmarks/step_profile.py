@@ -9,7 +9,7 @@ Steps run as in the engine (a CUDA graph is replayed, a token sampled, the next 
 profiler. The kernels of a layer are found as the sequence that repeats once per layer. Each position in it is a row:
 the kernel, its mean time, and the idle gap before it. ``bytes`` are those that it must read, where known: the weights
 of a GEMM, the keys and values of attention. Kernels outside the layers (embedding, output projection, sampling, copies)
-have a row per name, for a whole step. The step time is measured without the profiler, which widens the gaps a little.
+have one row per name, for a whole step. The step time is measured without the profiler, which widens the gaps a little.
 """
 
 import argparse
@@ -182,7 +182,7 @@ def profiled(model: Transformer, batch: int, context: int, steps: int, page: int
         {
             "where": "whole step",
             "place": None,
-            "kernel": f"{len(inside)} kernels a layer, {layer_us:.1f} µs and {gap_us:.1f} µs between them",
+            "kernel": f"{len(inside)} kernels per layer, {layer_us:.1f} µs and {gap_us:.1f} µs between them",
             "count": 1,
             "us": round(1e3 * step_ms, 1),
             "gap_us": None,

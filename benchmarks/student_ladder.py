@@ -251,7 +251,7 @@ def measure(settings: Settings, args: argparse.Namespace) -> None:
     notes = (
         f"{__doc__}\n{known['sizes']}, {settings.words} words each; teacher {settings.epochs:g} epochs, students "
         f"{settings.steps} steps of {settings.batch}; trained on {known['where']}; served on {machine.usable} usable "
-        f"cores, {threads} threads a worker; {neighbours}, servers and clients included"
+        f"cores, {threads} threads per worker; {neighbours}, servers and clients included"
     )
     folder = folder_of(args.out, toy=args.tiny)
     report("student_ladder_cpu", rows, notes, headlines=heads, folder=folder)

@@ -5,8 +5,8 @@ columns of a record into the pages that name them.
     python benchmarks/table.py --check    fails if a page differs from the JSON files
 
 The README's tables are between ``<!-- results:begin -->`` and ``<!-- results:end -->``, and between
-``<!-- comparison:begin -->`` and ``<!-- comparison:end -->``; a page's between ``<!-- record: NAME COLUMN … -->`` and
-``<!-- record: end -->``.
+``<!-- comparison:begin -->`` and ``<!-- comparison:end -->``; those of other pages are between
+``<!-- record: NAME COLUMN … -->`` and ``<!-- record: end -->``.
 """
 
 import json
@@ -35,11 +35,11 @@ TOPICS = {
         ("moe_layer_h200", 11, "Qwen3-30B's experts, forward + backward, skewed load"),
         ("expert_parallel_4_h200", 11, "Qwen3-30B's experts over 4 GPUs, forward + backward (lower is better)"),
         ("moe_cpu_backward", 3, "OLMoE-like experts on a CPU, forward + backward (lower is better)"),
-        ("moe_study_h200", 0, "Held-out loss, 16 experts against dense at equal FLOPs (lower is better)"),
+        ("moe_study_h200", 0, "Held-out loss of 16 experts, compared with dense at equal FLOPs (lower is better)"),
     ],
     "Fine-tuning on a GPU, a Llama of 16 layers and width 2048": [
-        ("finetune_gpu", 0, "Conversations (SFT), 8 a step"),
-        ("finetune_gpu", 3, "Rewards (GRPO), a step of 32 answers of 256 tokens (lower is better)"),
+        ("finetune_gpu", 0, "Conversations (SFT), 8 per step"),
+        ("finetune_gpu", 3, "Rewards (GRPO), one step of 32 answers of 256 tokens (lower is better)"),
     ],
     "Serving on a GPU": [
         ("engine_h200", 0, "Continuous batching, 256 requests, Qwen3-0.6B"),
@@ -53,12 +53,16 @@ TOPICS = {
     "On a CPU": [
         ("decode_cpu", 0, "SmolLM2-135M decoding, float32, batch 1"),
         ("decode_cpu_quantised", 1, "SmolLM2-135M decoding, int4, batch 8"),
-        ("speculate_cpu", 0, "SmolLM2-135M, text that repeats, speculative decoding"),
-        ("speech_cpu", 1, "Streaming recogniser in babble at -5 dB, with drawn mouths (lower is better)"),
+        ("speculate_cpu", 0, "SmolLM2-135M, repetitive text, speculative decoding"),
+        (
+            "speech_cpu",
+            1,
+            "Streaming speech recogniser in babble at -5 dB, with pictures of the mouth (lower is better)",
+        ),
     ],
-    "Same numbers": [
+    "Accuracy": [
         ("perplexity_smollm2", 0, "SmolLM2-135M perplexity (lower is better)"),
-        ("compress_cpu", 0, "Its perplexity with int4 weights, groups of 64, by GPTQ (lower is better)"),
+        ("compress_cpu", 0, "SmolLM2-135M perplexity, int4 weights by GPTQ, groups of 64 (lower is better)"),
     ],
 }
 """The README's rows: (record, index of the headline, description)."""
@@ -67,8 +71,8 @@ COMPARED = [
     ("weak_scaling_4_h200", 2, "Tensor-parallel training, GPT-2 4.2B on 4 GPUs", "torch"),
     ("train_gpt2_1.2b_h200", 0, "Training, GPT-2 1.2B on 1 GPU", "transformers, compiled"),
     ("moe_layer_h200", 11, "Qwen3-30B's experts, forward + backward", "torch's grouped GEMM"),
-    ("finetune_gpu", 0, "Fine-tuning on conversations, 16 layers of width 2048", "TRL"),
-    ("finetune_gpu", 3, f"Fine-tuning by rewards (GRPO), the same model{LOWER}", "TRL, transformers samples"),
+    ("finetune_gpu", 0, "Fine-tuning on conversations (SFT), 16 layers of width 2048", "TRL"),
+    ("finetune_gpu", 3, f"Fine-tuning on rewards (GRPO), same model{LOWER}", "TRL, sampling by transformers"),
     ("decode_llama-2-7b_tp1_b1_h200_transformers", 0, "Decoding, Llama-2-7B, batch 1", "transformers, static cache"),
     ("decode_cpu", 0, "Decoding on a CPU, SmolLM2-135M, batch 1", "transformers"),
     ("decode_cpu_quantised", 0, "Decoding on a CPU, SmolLM2-135M, int4, batch 1", "llama.cpp Q4_0"),
@@ -98,7 +102,7 @@ def headlines(records: list[dict[str, Any]], topics: Mapping[str, Sequence[tuple
 
 
 def comparison(records: list[dict[str, Any]], chosen: Sequence[tuple[str, int, str, str]] = COMPARED) -> str:
-    """Our speed relative to the peer of the same run, a row per headline."""
+    """Speed relative to the peer in the same run, one row per headline."""
     by_stem = {record["file"].removesuffix(".json"): record for record in records}
     lines: list[list[str]] = []
     for stem, i, what, peer in chosen:
@@ -106,7 +110,7 @@ def comparison(records: list[dict[str, Any]], chosen: Sequence[tuple[str, int, s
         ratio = line["value"] / line["peer_value"]
         ratio = 1 / ratio if what.endswith(LOWER) else ratio
         lines.append([what.removesuffix(LOWER), peer, f"{ratio:.2f} ×"])
-    return table(["Measured", "Peer", "Our speed"], lines)
+    return table(["Measured", "Peer", "Speed relative to the peer"], lines)
 
 
 def measured(line: dict[str, Any]) -> list[str]:
@@ -116,11 +120,11 @@ def measured(line: dict[str, Any]) -> list[str]:
 
 
 def page(records: list[dict[str, Any]]) -> str:
-    """docs/results.md: all rows of each file, with the command that reproduces it."""
+    """docs/results.md: all rows of each record, with the command that reproduces them."""
     parts = [
         "# Results",
-        "Every number here is rendered from a file of `benchmarks/results/` by `benchmarks/table.py`; none is typed. "
-        "Each section names the command that repeats it.",
+        "`benchmarks/table.py` renders every number on this page from the files in `benchmarks/results/`. Each section "
+        "names the command that repeats the measurement.",
     ]
     firsts, shown = dict[str, str](), dict[str, set[str]]()
     for record in records:
@@ -132,7 +136,7 @@ def page(records: list[dict[str, Any]]) -> str:
         new = new_paragraphs(record["notes"], shown.setdefault(first, set()))
         parts += new or ([f"As in [{first}](#{first})."] if record["notes"] else [])
         heads = [measured(line) for line in record["headlines"]]
-        parts += [table(["Measured", "Colonnade", "Beside it, same run"], heads)] if heads else []
+        parts += [table(["Measured", "Colonnade", "Compared with, same run"], heads)] if heads else []
         parts += [table(columns, cells)]
         parts += [f"{where(record)}; {versions}; commit {record['commit'] or 'unknown'}; {record['date']}."]
     if not records:
@@ -224,7 +228,7 @@ def main() -> None:
     if "--check" in sys.argv[1:]:
         if stale:
             names = ", ".join(path.relative_to(ROOT).as_posix() for path in stale)
-            sys.exit(f"{names}: not what benchmarks/results says; run python benchmarks/table.py")
+            sys.exit(f"{names}: differs from benchmarks/results; run python benchmarks/table.py")
         return
     for path in stale:
         path.write_text(expected[path], encoding="utf-8")

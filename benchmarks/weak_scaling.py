@@ -76,7 +76,7 @@ def heads_of(rows: Sequence[Row]) -> list[Headline]:
         ours, theirs = best["colonnade"], best["torch"]
         if ours and theirs:
             what = f"train {SHAPES[ranks]}, batch 8, {ours}, tp={ranks}"
-            heads.append(Headline(what, rates[ours], "TFLOP/s a GPU", theirs, rates[theirs]))
+            heads.append(Headline(what, rates[ours], "TFLOP/s per GPU", theirs, rates[theirs]))
     return heads
 
 

@@ -162,7 +162,7 @@ def check_adamw() -> int:
 
 
 def check_host_rows() -> int:
-    """Bitwise the reference: ragged last blocks, several blocks a program, no rows; other rows stay as they are."""
+    """Bitwise the reference: ragged last blocks, several blocks per program, no rows; other rows stay as they are."""
     count = 0
     for (R, D), rows in itertools.product(((40, 3), (2000, 1), (300, 130)), (0, 1, 37)):
         rows_U = torch.randperm(R, generator=torch.Generator().manual_seed(R))[: rows * R // 40]

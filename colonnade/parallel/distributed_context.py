@@ -247,8 +247,8 @@ def _build(plan: Plan, kind: str, timeout: datetime.timedelta) -> tuple[Distribu
 def _destroy_groups(groups: Sequence[dist.ProcessGroup], device: torch.device) -> None:
     """Destroy ``groups``, but not the default one, once all ranks are done with them.
 
-    A gloo group has three threads per rank, one of which wakes a hundred times a second even when idle, so groups must
-    not pile up in a process that builds one context after another. Modules under FSDP and pipelines are reference
+    A gloo group has three threads per rank, one of which wakes a hundred times per second even when idle, so groups
+    must not pile up in a process that builds one context after another. Modules under FSDP and pipelines are reference
     cycles, and hold their groups until they are collected.
     """
     destroy_graphs()

@@ -98,7 +98,7 @@ class LabelledSamples:
     """The samples of a classifier: the target of each example's first token is its label.
 
     Examples are packed without padding. If all micro-batches must have the same shape (``fixed_shape``), they are
-    filled up to ``data.sequence`` tokens a sample, with sequences that no sample attends to and that have no targets.
+    filled up to ``data.sequence`` tokens per sample, with sequences that no sample attends to and that have no targets.
     """
 
     def __init__(

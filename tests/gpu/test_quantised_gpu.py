@@ -223,7 +223,7 @@ def test_ternary_experts(trits: int, case: Case) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("gated", [True, False])
 def test_ternary_experts_in_cuda(gated: bool, dtype: torch.dtype) -> None:
-    """Several tiles a block, experts without tokens, unused choices; as the kernel in Triton computes it."""
+    """Several tiles per block, experts without tokens, unused choices; as the kernel in Triton computes it."""
     draw = torch.Generator("cuda").manual_seed(0)
     E, T, A, F, D = 6, 5, 2, 8520, 520
 

@@ -13,7 +13,7 @@ GPT2_1B = ModelConfig(
 
 
 def test_megatron_flop_convention() -> None:
-    """The two conventions bracket 6 FLOPs a weight, and differ by half the attention scores."""
+    """The two conventions bracket 6 FLOPs per weight, and differ by half the attention scores."""
     full, causal = (GPT2_1B.flops_per_token(1024, causal=half) for half in (False, True))
     weights = 40 * 12 * 1536**2 + 50257 * 1536
     assert full == 6 * (weights + 40 * 2 * 1024 * 1536)

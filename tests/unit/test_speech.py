@@ -105,7 +105,7 @@ def test_streams_give_the_text_of_whole_recordings(config):
 
 
 def test_the_front_end_computes_frames_of_all_streams_together(monkeypatch):
-    """Eight frames a stream, fewer only where they complete a segment; no stream keeps more."""
+    """Eight frames per stream, fewer only where they complete a segment; no stream keeps more."""
     model, computed = talkative(SEEING.replace(segment=16)), list[int]()
     front_end = model.front_end.forward
 

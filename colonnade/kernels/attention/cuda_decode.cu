@@ -43,7 +43,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend(const __grid_con
 #endif
 
 #if SHARED_Q
-  // A block that is one team has them from shared memory, 16 bytes a thread: fewer loads wait in line behind the keys.
+  // A block that is one team has them from shared memory, 16 bytes per thread: fewer loads wait in line behind the keys.
   char* const shared_q = smem + RING_BYTES + O_BYTES + WARPS * 64;
   uint4 q_next[Q_EACH];
   auto ask_queries = [&](const Item& item, const Queries& who) { block_queries(a, q_next, item, who); };

@@ -48,7 +48,7 @@ struct State {  // of a warp: largest scores, sums of weights, unscaled outputs
   }
 };
 
-// A block's 8 rows of queries, 16 bytes a thread, and their place in shared memory.
+// A block's 8 rows of queries, 16 bytes per thread, and their place in shared memory.
 constexpr int Q_EACH = (8 * Q_CHUNKS + THREADS - 1) / THREADS;
 __device__ __forceinline__ void block_queries(const Args& a, uint4 (&to)[Q_EACH], const Item& item, const Queries& who) {
 #pragma unroll

@@ -204,7 +204,7 @@ def paged(
     """
     if v_PpKH is k_PpKH and k_PpKH.shape[2] == 1 and values is not None:
         return triton_mla_decode.paged_state(q_TNH, k_PpKH, values, table, window=window, scales_Pp2=scales_Pp2).o
-    assert scales_Pp2 is None, "8 bits with a scale a token are for latents"
+    assert scales_Pp2 is None, "8 bits with one scale per token are for latents"
     if q_TNH.shape[2] > MAX_HEAD_DIM:
         return sdpa.paged(q_TNH, k_PpKH, v_PpKH, table, window=window, values=values)
     return _planned_attention(q_TNH, k_PpKH, v_PpKH, table, window, kernels).o[..., :values]
@@ -229,7 +229,7 @@ def sharded_state(
     """The state of one-token requests over this rank's keys (see :func:`reference.sharded`)."""
     if v_PpKH is k_PpKH and k_PpKH.shape[2] == 1 and values is not None:
         return triton_mla_decode.paged_state(q_TNH, k_PpKH, values, table, scales_Pp2=scales_Pp2)
-    assert scales_Pp2 is None, "8 bits with a scale a token are for latents"
+    assert scales_Pp2 is None, "8 bits with one scale per token are for latents"
     if q_TNH.shape[2] > MAX_HEAD_DIM:
         return reference.sharded(q_TNH, k_PpKH, v_PpKH, table, values=values)
     o_TNH, lse_TN = _planned_attention(q_TNH, k_PpKH, v_PpKH, table, None, "auto")
