@@ -1,20 +1,21 @@
 // Flash-Decoding in CUDA C++: split-KV attention over a paged cache, compiled at run time (cuda_decode.py).
 //
-// The warps of a block form teams; a team is one of the plan's workers and takes the pieces of keys that the plan gives
-// it, in order. Its warps take a piece's tiles of 16 tokens in turn. Each warp has its own ring of tiles in shared
-// memory, filled by 16-byte asynchronous copies, so that the loop has no barrier and the next piece's keys are loading
-// while a piece ends. Tokens are the M dimension of the
-// tensor cores' products, S^T = K Q^T and O^T = V^T P^T, query rows are N: 8 rows fill a product.
+// The warps of a block form teams. A team is one worker of the split plan and processes its pieces of keys in order; its
+// warps process the tiles of a piece (16 tokens each) round-robin. Each warp has its own ring of tiles in shared memory,
+// filled by 16-byte asynchronous copies. The main loop therefore needs no barrier, and the keys of the next piece are
+// loaded while the last tiles of a piece are processed. In the tensor-core products S^T = K Q^T and O^T = V^T P^T, tokens
+// are the M dimension and query rows are N; 8 rows fill a product.
 //
-// The warps' states are combined in shared memory. A piece that is a whole line writes the output. The others' states
-// go to slots: with MERGE each team of a cut line merges a share of the output itself, else another kernel does.
+// The states of a team's warps are combined in shared memory. A piece that covers a whole line writes the output. Other
+// pieces write their states to slots: with MERGE, the teams that share a line each merge a part of its output; without
+// it, a second kernel merges.
 //
-// MERGE needs no fence, counter or second launch. Slots hold NaN (all bits 1) before and after each launch. A state is
-// written with plain stores and read by exactly one thread, which polls until no word is that NaN, then resets the
-// slot. A team writes all its states before it polls, so nothing can wait in a circle once all blocks are resident;
-// the cooperative launch guarantees that they are.
+// MERGE needs no fence, counter or second launch. Slots contain NaN (all bits 1) before and after each launch. A state is
+// written with plain stores and read by exactly one thread, which polls until no word is that NaN and then resets the
+// slot. A team writes all its states before it polls, so there is no deadlock once all blocks are resident, which the
+// cooperative launch guarantees.
 //
-// Lengths and page ids are checked here: tokens at or beyond the length and pages outside the cache read nothing.
+// Lengths and page ids are bounds-checked here: tokens at or beyond the length and pages outside the cache are not read.
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) attend(const __grid_constant__ Args a) {
   extern __shared__ __align__(1024) char smem[];
@@ -30,7 +31,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend(const __grid_con
   u64 policy;
   asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
 
-  // A worker's first item stands where it is found without looking up where the others are.
+  // A worker's first item has a fixed address, so it is loaded without waiting for the offset of the other items.
   const int4* const first_item = (const int4*)(a.plan + a.firsts_at + worker * FIELDS);
   const int4 f0 = __ldg(first_item), f1 = __ldg(first_item + 1);
   const int count = f1.z;
@@ -43,7 +44,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend(const __grid_con
 #endif
 
 #if SHARED_Q
-  // A block that is one team has them from shared memory, 16 bytes per thread: fewer loads wait in line behind the keys.
+  // If the block is one team, queries pass through shared memory, 16 bytes per thread: fewer loads queue behind the keys.
   char* const shared_q = smem + RING_BYTES + O_BYTES + WARPS * 64;
   uint4 q_next[Q_EACH];
   auto ask_queries = [&](const Item& item, const Queries& who) { block_queries(a, q_next, item, who); };
@@ -53,11 +54,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend(const __grid_con
   auto ask_queries = [&](const Item& item, const Queries& who) { raw_queries(a, q_next, 0, item, who, g, t); };
 #endif
 
-  // -- loading: which tile is next, and its page, looked up one or 32 tiles ahead
+  // -- loading: the next tile and its page, which is looked up one or 32 tiles ahead
   int next = 0, head = f0.y, end = f1.x, tile = count ? first_tile(f0.w, member) : 0, last = (end + TOKENS - 1) / TOKENS;
 #if FIXED && TEAM < 8
-  int low = f0.w / TOKENS, base = f0.w / FIXED * CHUNK_TILES, turn = 0;  // the first tile; the chunk's; of its streams
-  auto to_stream = [&]() {  // to the next stream that has a tile, if this one has no more
+  int low = f0.w / TOKENS, base = f0.w / FIXED * CHUNK_TILES, turn = 0;  // first tile of the piece; of the chunk; stream
+  auto to_stream = [&]() {  // advance to the next stream with a tile if this stream has none left
     while (tile >= min(last, base + CHUNK_TILES) && base < last) {
       if (++turn == TURNS) { turn = 0; base += CHUNK_TILES; }
       tile = stream_tile(base, turn, member, low);
@@ -66,18 +67,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend(const __grid_con
   if (count) { tile = stream_tile(base, 0, member, low); to_stream(); }
 #endif
   const int* table = a.pages + (i64)f0.x * a.pages_r;
-// Pages of up to 64 tokens change with nearly every tile of a warp. Wider heads did not become faster by this.
+// With pages of up to 64 tokens, nearly every tile of a warp is on another page. Wider heads did not become faster.
 #define PAGES_AHEAD (H <= 64 && PAGE <= 64 && !(FIXED && TEAM < 8))
 #if !PAGES_AHEAD
   int page = 0;
-  auto look_up_pages = [&]() {  // of the next tile
+  auto look_up_pages = [&]() {  // page of the next tile
     const int column = tile * TOKENS / PAGE;
     page = column < a.columns ? __ldg(table + column) : -1;
   };
   auto page_of_tile = [&]() { return page; };
 #else
-  // Lane i has the page of this warp's i-th next tile, and of the 32 behind them: a look-up one tile ahead would wait
-  // behind the keys that are already asked for.
+  // Lane i has the pages of this warp's next tiles i and i + 32: a look-up one tile ahead would queue behind loads of
+  // keys that were issued before it.
   int pages_now = 0, pages_later = 0, nth = 0;
   auto pages_from = [&](int first) {
     const int at = first + lane * STREAMS, column = at * TOKENS / PAGE;
@@ -98,7 +99,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend(const __grid_con
   };
 #endif
   int stage = 0;
-  u32 pages_there = 0;  // a bit for each stage
+  u32 pages_there = 0;  // one bit per stage: whether the page is in the cache
   int4 n0 = f0, n1 = f1;  // lane i has item i of 32
   auto seek = [&]() {
     bool moved = !PAGES_AHEAD;
@@ -146,7 +147,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend(const __grid_con
     commit();
     stage = stage + 1 == STAGES ? 0 : stage + 1;
   };
-  // What is waited for comes late in the program: copies begin two dependent reads after the start.
+  // Loads whose results are needed later are issued late, so that the copies start after two dependent loads.
   if (tile < last) look_up_pages();
   if (lane < count) {
     n0 = __ldg(items + 2 * lane);
@@ -160,13 +161,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend(const __grid_con
 #if NT == 1
   if (SINGLE && count) ask_queries(item_next, who_next);
 #endif
-  if (tile >= last) seek();  // a short first piece has no tile for this warp
+  if (tile >= last) seek();  // the first piece may be too short to have a tile for this warp
 #pragma unroll 1
   for (int i = 0; i < STAGES - 1; i++) load();
 #if NT == 1
   if (!SINGLE && count) ask_queries(item_next, who_next);
 #endif
-  int4 m0, m1;  // the same, for the products
+  int4 m0, m1;  // items again, for the consumer
   Queries of = {0, 0, 0};
   auto look_up = [&](int i) {
     if (i + lane < count) {
@@ -177,14 +178,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend(const __grid_con
   };
 
 #if MERGE
-  // While the first keys are on their way.
+  // Overlaps with the loads of the first keys.
   write_empty_lines(a, nothing ? __ldg(a.plan) : 0);
 #endif
 #if FIXED
-  Sum kept[NT * UNITS][LEVELS];  // in local memory
+  Sum kept[NT * UNITS][LEVELS];  // local memory
   int cut_pieces = 0;
 #elif MERGE
-  Item cut_first, cut_last;  // a worker's first and last piece may be parts of lines
+  Item cut_first, cut_last;  // only a worker's first and last piece can be part of a split line
   Queries who_first, who_last;
   cut_first.slot = cut_last.slot = -1;
 #endif
@@ -204,7 +205,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend(const __grid_con
     return r;
   };
 
-  int used = 0;  // the stage of the next tile
+  int used = 0;  // stage of the next tile to process
 #if NT == 1
   u32 q[2 * ((KSTEPS + 1) / 2)][2];
 #if SHARED_Q
@@ -221,7 +222,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend(const __grid_con
 #if NT == 1
 #if SHARED_Q
 #pragma unroll
-    for (int s = 0; s < KSTEPS; s += 2)  // behind an odd last one lies another row's, which is not used
+    for (int s = 0; s < KSTEPS; s += 2)  // if KSTEPS is odd, the last load also reads from another row; unused
       load_matrices(q[s], shared_address(shared_q + q_place(lane % 8, 2 * s + lane / 8)));
 #else
 #pragma unroll
@@ -255,7 +256,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend(const __grid_con
     view.rows = rows_of(item, who.count);
     view.high = min(item.end, who.length);
     view.before = who.length - who.count;
-    // Every row sees all tokens from ``plain_from`` up to ``plain_to``.
+    // Every row attends to all tokens in [plain_from, plain_to), so tiles inside need no mask.
     const int plain_to = min(view.high, view.before + view.row0 / GROUP + 1);
     const int plain_from = WINDOWED ? view.before + (view.row0 + view.rows - 1) / GROUP - a.window + 1 : 0;
     const int end_tile = (item.end + TOKENS - 1) / TOKENS;
@@ -295,7 +296,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend(const __grid_con
       if (!LOAD_FIRST) load();
       used = used + 1 == STAGES ? 0 : used + 1;
     };
-    // The next piece, and its queries, are looked up beside this one's first tile.
+    // The next piece and its queries are loaded while the first tile of this piece is processed.
     auto around = [&](bool any, int mine) {
       if (ahead && i % 32 == 31) look_up(i + 1);
       if (ahead && i == 0) look_up(0);
@@ -325,7 +326,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend(const __grid_con
         streams.add(sums, turn, (float4*)(shared_o + member * 8 * O_ROW), lane);
       }
       const bool last = chunk == last_chunk;
-      if (last && ahead) around(false, 0);  // this warp had no tile
+      if (last && ahead) around(false, 0);  // this warp had no tile in the piece
       if (TURNS > 1) __syncwarp();
 #pragma unroll
       for (int n = 0; n < NT; n++) {
@@ -347,7 +348,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend(const __grid_con
       around(mine < end_tile, mine);
 
 #if COMPUTE
-    // -- the warps' states together, 8 rows at once
+    // -- combine the states of the warps, 8 rows at a time
 #pragma unroll
     for (int n = 0; n < NT; n++) {
       leave_state(sums, n, shared_o + member * 8 * O_ROW, shared_ml + member * 8, g, t);

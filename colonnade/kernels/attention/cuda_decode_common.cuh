@@ -5,11 +5,13 @@ typedef unsigned short u16;
 typedef unsigned long long u64;
 typedef long long i64;
 
-// Macros from the host: H, GROUP, NT (8 query rows each), PAGE, WARPS, TEAM (warps of a team), STAGES, BF16,
-// CACHE (0: 16 bits as the queries, 1: float8 e4m3, 2: int8), WINDOWED, CAPPED, SLOPES, SINKS, SCALED, SINGLE, MERGE,
-// EARLY (launch the dependent kernel), SHARED_Q (queries pass through shared memory), COMPUTE (0: loads alone),
-// FIXED (0, or tokens of a chunk: sums do not depend on the batch), SHORT (cuda_decode_short.cu, where TEAM is the tiles
-// of a line; HALF: of 8 tokens at most), ROPE (cuda_decode_mla.cu, where H is the width of a latent's values).
+// Macros defined by the host: H (head width), GROUP (query heads per key/value head), NT (row tiles of 8 query rows),
+// PAGE (tokens per page), WARPS, TEAM (warps per team), STAGES, BF16, CACHE (0: dtype of the queries, 1: float8 e4m3, 2:
+// int8), WINDOWED, CAPPED, SLOPES, SINKS, SCALED, SINGLE (one query per request), MERGE, EARLY (launch the dependent
+// kernel early), SHARED_Q (queries pass through shared memory), COMPUTE (0: only load, for measurements), FIXED (tokens
+// per chunk, or 0; with fixed splits sums do not depend on the batch), SHORT (cuda_decode_short.cu, where TEAM is the
+// number of tiles of a line; HALF: tiles of at most 8 tokens), ROPE (cuda_decode_mla.cu, where H is the width of the
+// value part of a latent).
 
 struct Args {
   const char *q, *k, *v;
@@ -20,28 +22,30 @@ struct Args {
   i64 q_t, q_n, k_page, k_p, k_k, v_page, v_p, v_k;  // strides in bytes
   int pages_r, columns, cache_pages, items_at, firsts_at, merges_at, heads, window, lines;
   float scale, cap;
-  u32 lines_inverse;  // 2^32 over the lines of a request, rounded up; 0 for one
+  u32 lines_inverse;  // 2^32 / lines per request, rounded up; 0 if there is one line
 };
 
 constexpr int TOKENS = 16, FIELDS = 8, ROWS = 8 * NT, KSTEPS = H / 16, QUADS = H / 4;
 constexpr int THREADS = 32 * WARPS, TEAMS = WARPS / TEAM;
 static_assert(WARPS % TEAM == 0 && (NT == 1 || TEAMS == 1 || SHORT), "teams are equal, and share queries of many rows");
-constexpr int STREAMS = FIXED ? 8 : TEAM, TURNS = STREAMS / TEAM;  // tiles of a warp follow at this distance
-constexpr int CHUNK_TILES = FIXED / TOKENS, LEVELS = 24;  // 2^23 chunks of at least 128 tokens
+constexpr int STREAMS = FIXED ? 8 : TEAM, TURNS = STREAMS / TEAM;  // STREAMS: distance between the tiles of a warp
+constexpr int CHUNK_TILES = FIXED / TOKENS, LEVELS = 24;  // enough for 2^23 chunks of at least 128 tokens
 static_assert(!FIXED || (TEAM <= 8 && 8 % TEAM == 0 && CHUNK_TILES % 8 == 0), "whole streams");
-static_assert(TURNS == 1 || NT == 1, "a warp's streams of 8 rows wait in shared memory");
-constexpr int UNITS = (8 * QUADS + TEAM * 32 - 1) / (TEAM * 32);  // of 4 numbers of 8 rows, that a lane combines
-// The ring's free stage is filled before a tile's products instead of after them: with two stages none is in flight then.
+static_assert(TURNS == 1 || NT == 1, "the streams of a warp are kept in shared memory, 8 rows each");
+constexpr int UNITS = (8 * QUADS + TEAM * 32 - 1) / (TEAM * 32);  // units (4 elements of a row, of 8 rows) per lane
+// Fill the free stage of the ring before the products of a tile instead of after them: with two stages, no load would be
+// in flight during the products otherwise.
 constexpr bool LOAD_FIRST = STAGES == 2;
-// Values of 8 bits are loaded before the softmax, and widened beside it.
+// Load 8-bit values before the softmax, and convert them while it is computed.
 constexpr bool VALUES_FIRST = CACHE && NT == 1 && H <= 128 && TURNS < 4;
-constexpr int PARTS = 4;  // states of a line that a lane holds at once
+constexpr int PARTS = 4;  // states of a line that a lane holds at a time
 constexpr int CHUNKS = H * (CACHE ? 1 : 2) / 16;  // 16-byte chunks of a token
-// Rows of 8 chunks are swizzled; others have an odd number, so that 8 rows lie in different banks.
+// Rows of a multiple of 8 chunks are swizzled; others are padded to an odd number of chunks. Either way 8 rows lie in
+// different banks.
 constexpr bool SWIZZLED = CHUNKS % 8 == 0;
 constexpr int ROW_BYTES = SWIZZLED ? CHUNKS * 16 : (CHUNKS | 1) * 16;
 constexpr int TILE_BYTES = TOKENS * ROW_BYTES, STAGE_BYTES = 2 * TILE_BYTES;
-// Rows of states that warps leave for each other lie in different banks, too.
+// The rows of exchanged states lie in different banks, too.
 constexpr int O_ROW = H % 32 ? H + 4 : H;
 constexpr int Q_CHUNKS = H / 8, Q_ROW_BYTES = 16 * (Q_CHUNKS % 8 ? Q_CHUNKS | 1 : Q_CHUNKS);
 __device__ __forceinline__ int q_place(int row, int chunk) {
@@ -49,22 +53,22 @@ __device__ __forceinline__ int q_place(int row, int chunk) {
 }
 constexpr int RING_BYTES = WARPS * STAGES * STAGE_BYTES, O_BYTES = WARPS * 8 * O_ROW * 4;
 __device__ __forceinline__ int o_place(int row, int d) { return row * O_ROW + (H % 32 ? d : d ^ (row & 6) << 2); }
-// The column of element 2 · half or 2 · half + 1 of a lane's accumulator of step d: of 16-bit values read in order; of 8
-// bits, two numbers of each; and in SHORT kernels, 32 numbers for two steps.
+// The column of elements 2 · half and 2 · half + 1 of a lane's accumulator for step d. 16-bit values are read in order,
+// 8-bit values in pairs; SHORT kernels read 32 elements for two steps.
 __device__ __forceinline__ int o_column(int d, int g, int half) {
   if (SHORT) return d / 2 * 32 + g / 2 * 8 + d % 2 * 4 + half * 2 + g % 2;
   return d * 16 + (CACHE ? 2 * g + half : g + 8 * half);
 }
 constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
 #define INF __int_as_float(0x7f800000)
-// Weights are kept this many powers of 2 above the usual, so that small ones are normal numbers of float16.
+// Softmax weights are multiplied by 2^LIFT, so that small ones are normal float16 numbers.
 constexpr float LIFT = BF16 && !CACHE ? 0.f : 10.f;
 
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
 __device__ __forceinline__ void copy16(u32 to, const char* from, int bytes, u64 policy) {
-  // Fewer bytes than 16 are filled up with zeros: none is read of a token that is not there. Keys are read once, and
-  // evicted first; a hint to prefetch 256 bytes at a time costs 7% of a large cache's speed.
+  // Fewer bytes than 16 are padded with zeros: with 0 bytes nothing is read. Keys are read once, so they are evicted
+  // first. A hint to prefetch 256 bytes at a time makes large caches 7% slower.
   asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;"
                ::"r"(to), "l"(from), "r"(bytes), "l"(policy));
 }
@@ -121,8 +125,8 @@ __device__ __forceinline__ float inverse(float x) {
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
   return r;
 }
-// A word of memory. A kernel that starts before its predecessor ends must not read what that one may write through the
-// read-only path: the compiler moves such loads over the wait.
+// Loads one word. With programmatic dependent launch, a kernel must not load what its predecessor may write through the
+// read-only path: the compiler moves such loads above the wait.
 template <typename T> __device__ __forceinline__ T read(const T* from) {
   static_assert(sizeof(T) == 4, "a word");
   if (!SHORT) return __ldg(from);
@@ -132,20 +136,20 @@ template <typename T> __device__ __forceinline__ T read(const T* from) {
 }
 __device__ __forceinline__ float finite_or_0(float top) { return top == -INF ? 0.f : top; }
 
-// The two halves of four numbers of 8 bits as pairs of float16.
+// Converts four 8-bit numbers to two pairs of float16.
 __device__ __forceinline__ void widen(u32 x, u32& low, u32& high) {
 #if CACHE == 1
   asm volatile("{.reg .b16 a, b; mov.b32 {a, b}, %2; cvt.rn.f16x2.e4m3x2 %0, a; cvt.rn.f16x2.e4m3x2 %1, b;}"
       : "=r"(low), "=r"(high) : "r"(x));
 #else
-  // As float16, 0x64 above a byte u is 1024 + u.
+  // 0x6400 | u, read as float16, is 1024 + u.
   x ^= 0x80808080u;
   asm volatile("{.reg .b32 a, b; prmt.b32 a, %2, 0x64646464, 0x4140; prmt.b32 b, %2, 0x64646464, 0x4342;"
       " sub.f16x2 %0, a, %3; sub.f16x2 %1, b, %3;}" : "=r"(low), "=r"(high) : "r"(x), "r"(0x64806480u));
 #endif
 }
 
-// A pair of queries' numbers as float32, and back as a pair for the tensor cores, times a power of 2.
+// Converts a pair of 16-bit numbers to float32.
 __device__ __forceinline__ float2 unpack(u32 x) {
   float2 r;
   if (BF16) {
@@ -160,7 +164,7 @@ __device__ __forceinline__ float2 unpack(u32 x) {
 struct Item {
   int request, head, block, first, end, slot, share;
 };
-struct Queries {  // of a request: how many keys, its first query's row of the stream, how many queries
+struct Queries {  // a request: number of keys, row of its first query in the stream, number of queries
   int length, start, count;
 };
 
@@ -172,7 +176,7 @@ __device__ __forceinline__ Queries queries_of(const Args& a, int request) {
   return r;
 }
 
-// The first tile from token ``first`` on that is this warp's: tiles are assigned by position, whatever the piece is.
+// This warp's first tile from token ``first`` on. Tiles are assigned to warps by position, independently of the piece.
 __device__ __forceinline__ int first_tile(int first, int member) {
   const int tile = first / TOKENS;
   return tile + (member + TEAM - tile % TEAM) % TEAM;

@@ -1,14 +1,14 @@
-// Flash-Decoding in CUDA C++: fixed splits, whose sums do not depend on the batch (cuda_decode.cu).
+// Flash-Decoding in CUDA C++: fixed splits, which make results bitwise independent of the batch (cuda_decode.cu).
 //
-// The sum over a row's keys follows one binary tree over their positions:
+// The sum over the keys of a row follows one binary tree over their positions:
 //
-//   stream   the tiles of a chunk that are 8 apart, added in order by one warp
-//   chunk    its 8 streams: pairs that are 4 apart, then 2, then 1
+//   stream   every 8th tile of a chunk, added in order by one warp
+//   chunk    its 8 streams: pairs at distance 4, then 2, then 1
 //   line     its chunks: pairs that start at multiples of 2, of 4, of 8, ...
 //
-// Warps, teams and the merge of slots compute whole subtrees each, so the bits are the same whatever is read by whom.
-// Keys that a row does not see are identities, with which joining is exact. FIXED kernels are compiled without fused
-// multiply-adds, so that all variants round alike.
+// Warps, teams and the merge of slots each compute whole subtrees, so the result does not depend on the assignment of
+// tiles. Masked keys are identities, and joining with an identity is exact. FIXED kernels are compiled without fused
+// multiply-adds, so that all variants round in the same way.
 
 #if FIXED
 
@@ -21,18 +21,18 @@ __device__ __forceinline__ Sum joined(const Sum& a, const Sum& b) {
   return r;
 }
 
-// The streams of a warp in the order in which it reads them: those that are joined first follow each other.
+// The stream that a warp reads in each turn: streams that are joined first are read consecutively.
 __device__ __forceinline__ int stream_of(int turn, int member) {
   return member + TEAM * (TURNS == 4 ? turn % 2 * 2 + turn / 2 : turn);
 }
 
-// The first tile of a stream of the chunk at tile ``base`` that is not before ``low``.
+// The first tile at or after ``low`` of a stream of the chunk that starts at tile ``base``.
 __device__ __forceinline__ int stream_tile(int base, int turn, int member, int low) {
   const int tile = base + stream_of(turn, member);
   return tile < low ? tile + (low - tile + STREAMS - 1) / STREAMS * STREAMS : tile;
 }
 
-// Sums of weights of all lanes, the same in each.
+// Sums the softmax weights over the lanes; every lane has the result.
 __device__ __forceinline__ void add_lanes(State& sums) {
 #pragma unroll
   for (int n = 0; n < NT; n++)
@@ -43,7 +43,7 @@ __device__ __forceinline__ void add_lanes(State& sums) {
     }
 }
 
-// Adds an earlier stream's state, whose outputs of row tile n and step d are ``at(n, d)``.
+// Joins with the state of an earlier stream, whose outputs of row tile n and step d are ``at(n, d)``.
 template <typename At>
 __device__ __forceinline__ void join(State& sums, const float (&top)[NT][2], const float (&total)[NT][2], At at) {
 #pragma unroll
@@ -69,12 +69,12 @@ __device__ __forceinline__ void join(State& sums, const float (&top)[NT][2], con
   }
 }
 
-// A warp's streams: those that wait for their partner. The first lies in the warp's part of shared memory.
+// The states of a warp's streams that wait to be joined. The first is in the warp's part of shared memory.
 struct Streams {
   State held;
-  float top[NT][2], total[NT][2];  // of what is in shared memory
+  float top[NT][2], total[NT][2];  // of the state in shared memory
 
-  // ``sums`` of a turn become those of all turns so far; the last turn's are those of the chunk.
+  // Joins the state of a turn with those of earlier turns; after the last turn ``sums`` is the state of the chunk.
   __device__ __forceinline__ void add(State& sums, int turn, float4* mine, int lane) {
     if (TURNS == 1) return;
     if (TURNS == 4 && turn == 2) held = sums;
@@ -98,7 +98,7 @@ struct Streams {
   }
 };
 
-// The sums of a team's warps, of this lane's units of 8 rows.
+// Combines the states of a team's warps, for this lane's units of 8 rows.
 __device__ __forceinline__ void team_sums(Sum (&to)[UNITS], const float* shared_o, const float2* shared_ml, int member,
                                           int lane) {
 #pragma unroll
@@ -122,8 +122,8 @@ __device__ __forceinline__ void team_sums(Sum (&to)[UNITS], const float* shared_
   }
 }
 
-// Adds the sum of ``chunk`` to those of earlier chunks of a piece that starts with chunk ``first``; ``kept`` are sums
-// of 2^l chunks that wait for as many later ones. The last chunk's result is that of the piece.
+// Joins the state of ``chunk`` with those of earlier chunks of a piece that starts with chunk ``first``. ``kept[l]`` is
+// the state of 2^l chunks that waits for the next 2^l. For the last chunk, returns the state of the piece.
 __device__ __forceinline__ Sum add_chunk(Sum s, Sum* kept, int chunk, int first, bool last) {
   int l = 0;
 #pragma unroll 1
@@ -133,7 +133,7 @@ __device__ __forceinline__ Sum add_chunk(Sum s, Sum* kept, int chunk, int first,
   return s;
 }
 
-// The result of a piece: the output, or a state in a slot.
+// Writes the result of a piece: the output, or a state to a slot.
 __device__ __forceinline__ void write_sum(const Args& a, const Item& item, int start, int row, int d, float v_scale,
                                           Sum s) {
   if (item.slot >= 0) {
@@ -144,7 +144,7 @@ __device__ __forceinline__ void write_sum(const Args& a, const Item& item, int s
   write_output(a, item, start, row, d, s.top, s.total, s.o);
 }
 
-// Adds a chunk's sums of 8 rows to the piece's, and writes them after the last chunk.
+// Joins a chunk's states of 8 rows with the piece's, and writes the result after the last chunk.
 __device__ __forceinline__ void end_chunk(const Args& a, const Item& item, int start, int n, int rows, float v_scale,
                                           const Sum (&s)[UNITS], Sum (*kept)[LEVELS], int chunk, int first, bool last,
                                           int member, int lane) {
@@ -156,14 +156,14 @@ __device__ __forceinline__ void end_chunk(const Args& a, const Item& item, int s
   }
 }
 
-// This team's share of a cut line: as ``merge``, in the order of the tree. The line's first part is number ``shift``
-// among its neighbours in the tree.
+// Merges this team's share of a split line, like ``merge``, in the order of the tree. ``shift`` is the position in the
+// tree of the line's first part among its siblings.
 __device__ __forceinline__ void merge_fixed(const Args& a, const Item& item, int shift, int start, int queries,
                                             float v_scale, int member, int lane) {
   const Share share = share_of(a, item, queries);
   const int sharing = lanes_for(shift + share.parts), per_warp = 32 / sharing;
   const int mine = lane / sharing, sub = lane % sharing;
-  int each_lane = 1;  // parts of a lane
+  int each_lane = 1;  // parts per lane
   while (sharing * each_lane < shift + share.parts) each_lane <<= 1;
 #pragma unroll 1
   for (int unit0 = share.from + member * per_warp; unit0 < share.to; unit0 += TEAM * per_warp) {
@@ -193,7 +193,7 @@ __device__ __forceinline__ void merge_fixed(const Args& a, const Item& item, int
   }
 }
 
-// Each piece of a cut line merges a share of it; a worker may have several.
+// Merges a share of the output for each piece of a split line; a worker may have several such pieces.
 __device__ __forceinline__ void merge_cut_pieces(const Args& a, const int4* items, int pieces, int member, int lane) {
 #pragma unroll 1
   for (int i = 0; pieces; i++) {

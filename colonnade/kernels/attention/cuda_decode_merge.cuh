@@ -1,4 +1,4 @@
-// Flash-Decoding in CUDA C++: what becomes of states at the end of a piece (cuda_decode.cu).
+// Flash-Decoding in CUDA C++: combines and writes states at the end of a piece (cuda_decode.cu).
 
 __device__ __forceinline__ void write_output(const Args& a, const Item& item, int start, int row, int d, float top,
                                              float total, float4 o) {
@@ -20,7 +20,7 @@ __device__ __forceinline__ int rows_of(const Item& item, int queries) {
   return min(ROWS, queries * GROUP - item.block * ROWS);
 }
 
-// Lines of no keys.
+// Writes the output of lines without keys.
 __device__ __forceinline__ void write_empty_lines(const Args& a, int merges) {
   for (int i = blockIdx.x; i < merges; i += gridDim.x) {
     const int* const line = a.plan + a.merges_at + i * FIELDS;
@@ -34,13 +34,13 @@ __device__ __forceinline__ void write_empty_lines(const Args& a, int merges) {
   }
 }
 
-// A word that is never the pattern of an empty slot.
+// Replaces the bit pattern of an empty slot by another NaN.
 __device__ __forceinline__ float posted(float x) {
   return __float_as_uint(x) == ~0u ? __uint_as_float(0x7fffffffu) : x;
 }
 __device__ __forceinline__ bool empty(float x) { return __float_as_uint(x) == ~0u; }
 
-struct Sum {  // of 4 numbers of a row: largest score, sum of weights, unscaled output
+struct Sum {  // state of 4 elements of a row: largest score, sum of weights, unscaled output
   float top, total;
   float4 o;
 
@@ -62,17 +62,17 @@ struct Sum {  // of 4 numbers of a row: largest score, sum of weights, unscaled 
 };
 __device__ __forceinline__ Sum identity() { return {-INF, 0.f, make_float4(0, 0, 0, 0)}; }
 
-// A state of a part of a line, in its slot.
+// Writes the state of a part of a line to its slot.
 __device__ __forceinline__ void post(const Args& a, const Item& item, int row, int d, const Sum& s) {
   float* const slot = a.slot_o + (((i64)item.slot * ROWS + row) * QUADS + d / 4) * 8;
   __stcg((float4*)slot, make_float4(posted(s.o.x), posted(s.o.y), posted(s.o.z), posted(s.o.w)));
   __stcg((float2*)(slot + 4), make_float2(posted(s.top), posted(s.total)));
 }
 
-// A team's share of a cut line: units of 4 numbers of a row, ``from`` to ``to``, of ``parts`` states each.
+// A team's share of a split line: units ``from`` to ``to`` (4 elements of a row each), with ``parts`` states per unit.
 struct Share {
   int parts, from, to;
-  float* slots;  // of unit 0 and part 0
+  float* slots;  // slot of unit 0 and part 0
 
   __device__ __forceinline__ float* place(int unit, int p) const {
     return slots + ((i64)p * ROWS * QUADS + unit) * 8;
@@ -88,22 +88,22 @@ __device__ __forceinline__ Share share_of(const Args& a, const Item& item, int q
   r.slots = a.slot_o + (i64)(item.slot - part) * ROWS * QUADS * 8;
   return r;
 }
-// Lanes that share the parts of one unit: a power of 2.
+// The number of lanes that share the parts of one unit: a power of 2.
 __device__ __forceinline__ int lanes_for(int parts) {
   int sharing = 1;
   while (sharing < parts && sharing < 32) sharing <<= 1;
   return sharing;
 }
-// Fewer of them if the team would need another round for the units of its share, as long as no lane gets more states
-// than it holds at once: a round is a round trip to the L2 cache and the shuffles of a sum.
+// Uses fewer lanes per unit if the team would otherwise need another round for its units and no lane gets more states
+// than it can hold: a round costs a round trip to the L2 cache and the shuffles of a sum.
 __device__ __forceinline__ int lanes_for(int parts, int units) {
   int sharing = lanes_for(parts);
   while (sharing > 1 && units * sharing > TEAM * 32 && parts * 2 <= sharing * PARTS) sharing >>= 1;
   return sharing;
 }
 
-// Takes the states of a unit's parts ``part(0)`` to ``part(PARTS - 1)`` as soon as they are there, and empties their
-// slots; those that are not ``has(i)`` are identities.
+// Polls the slots of a unit's parts ``part(0)`` to ``part(PARTS - 1)``, reads their states and empties the slots. States
+// for which ``has(i)`` is false are identities.
 template <typename Has, typename Part>
 __device__ __forceinline__ void take(Sum (&s)[PARTS], const Share& share, int unit, Has has, Part part) {
 #pragma unroll
@@ -135,7 +135,7 @@ __device__ __forceinline__ void take(Sum (&s)[PARTS], const Share& share, int un
     }
 }
 
-// This team's share of a cut line.
+// Merges this team's share of a split line.
 __device__ __forceinline__ void merge(const Args& a, const Item& item, int start, int queries, float v_scale,
                                       int member, int lane) {
   const Share share = share_of(a, item, queries);
@@ -167,7 +167,7 @@ __device__ __forceinline__ void merge(const Args& a, const Item& item, int start
   }
 }
 
-// A warp's state of 8 rows, left in shared memory for its team. With fixed splits lanes' weights are added already.
+// Writes a warp's state of 8 rows to shared memory for its team. With fixed splits the lanes' weights are already summed.
 __device__ __forceinline__ void leave_state(State& sums, int n, float* mine, float2* ml, int g, int t) {
 #if !FIXED
 #pragma unroll
@@ -190,7 +190,7 @@ __device__ __forceinline__ void leave_state(State& sums, int n, float* mine, flo
   }
 }
 
-// The team's states of 8 rows together: to the output, or to a slot if the piece is a part of a line.
+// Combines the team's states of 8 rows and writes the output, or a slot if the piece is a part of a line.
 __device__ __forceinline__ void write_states(const Args& a, const Item& item, int start, int n, int rows, float v_scale,
                                              const float* shared_o, const float2* shared_ml, int member, int lane) {
   for (int unit = member * 32 + lane; unit < 8 * QUADS; unit += 32 * TEAM) {

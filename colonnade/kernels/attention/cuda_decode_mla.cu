@@ -1,38 +1,40 @@
-// Flash-Decoding in CUDA C++ of latents: each is key and value of up to 16 query rows, and read once (cuda_decode.py).
+// Flash-Decoding in CUDA C++ for MLA: each latent is key and value of up to 16 query rows and is read once
+// (cuda_decode.py).
 //
-// A key has H + ROPE numbers, of which the first H are the value. 16 rows of 512 accumulators do not fit the registers of
-// one warp, so the block works on a tile of 64 latents together: a warp multiplies 16 tokens by half of the numbers
-// of the queries, the halves meet in shared memory, and each warp adds the weighted values of a share of the H columns.
-// Every warp computes the softmax of all 64 tokens, which costs less than a third barrier. A state is then spread over
-// the block and needs no combining. The ring of tiles belongs to the block; a warp copies 8 tokens of each.
+// A key has H + ROPE elements; the first H are the value. 16 rows of 512 accumulators do not fit into the registers of
+// one warp, so all warps of a block process a tile of 64 latents together. A warp multiplies 16 tokens by half of the
+// elements of the queries, the partial scores are added in shared memory, and each warp adds the weighted values of its
+// share of the H columns. Every warp computes the softmax of all 64 tokens, which costs less than a third barrier. A
+// state is distributed over the block and needs no combining. The block has one ring of tiles; a warp copies 8 tokens of
+// each tile.
 //
-// Plans and the protocol of slots are those of cuda_decode.cu; so are the checks of lengths and page ids.
+// The plan, the protocol of slots, and the bounds checks of lengths and page ids are those of cuda_decode.cu.
 
 constexpr int LATENT = H + ROPE, LATENT_BYTES = LATENT * 2, BLOCK_TOKENS = 64, GROUPS = BLOCK_TOKENS / TOKENS;
-constexpr int HALVES = WARPS / GROUPS, HALF_STEPS = LATENT / 16 / HALVES;  // of the numbers of a key
-constexpr int COLUMN_STEPS = H / 16 / WARPS;  // of 16 columns of values, a warp's
-constexpr int SPREADS = LATENT / 64;  // of 8 chunks of 16 bytes, which 8 lanes copy
+constexpr int HALVES = WARPS / GROUPS, HALF_STEPS = LATENT / 16 / HALVES;  // steps per half of the elements of a key
+constexpr int COLUMN_STEPS = H / 16 / WARPS;  // steps of 16 value columns per warp
+constexpr int SPREADS = LATENT / 64;  // groups of 8 chunks of 16 bytes, copied by 8 lanes
 constexpr int BLOCK_STAGE = BLOCK_TOKENS * LATENT_BYTES;
 constexpr int SCORE_ROW = BLOCK_TOKENS + 8;  // rows of scores lie in different banks
 static_assert(WARPS == 8 && HALVES == 2 && LATENT % 64 == 0 && H % (16 * WARPS) == 0 && TEAMS == 1, "whole shares");
 static_assert(!CACHE && MERGE && NT <= 2, "16 bits; more rows do not fit the registers");
 
-// A part's slot: its unscaled outputs, and for each part of its line that merges a share of them, the largest scores and
-// sums of the rows of that share. So a state of 16 rows takes 33 KB instead of the 64 of cuda_decode_merge.cuh, and a
-// share is contiguous. Copies for H / 2 parts fit.
+// The slot of a part has its unscaled outputs and, for each part of its line, a copy of the largest scores and sums of the
+// rows whose outputs that part merges. A state of 16 rows takes 33 KB instead of 64 KB as in cuda_decode_merge.cuh, and
+// a share is contiguous. There is room for copies for H / 2 parts.
 constexpr int SLOT_FLOATS = ROWS * H * 2;
 __device__ __forceinline__ float* slot_of(const Args& a, int slot) { return a.slot_o + (i64)slot * SLOT_FLOATS; }
 __device__ __forceinline__ float2* tops_of(float* slot, int reader) {
   return (float2*)(slot + ROWS * H) + reader * ROWS;
 }
 
-// The block's share of a cut line. Threads are units of 4 numbers times part groups; sums of the groups meet in shared
-// memory, where a tile of the ring was.
+// Merges the block's share of a split line. Threads are units of 4 elements times groups of parts; the sums of the groups
+// are added in shared memory, in place of a tile of the ring.
 __device__ __forceinline__ void merge_share(const Args& a, const Item& item, int start, int queries, char* smem) {
   const int part = item.share >> 16, parts = item.share & 0xffff, units = rows_of(item, queries) * QUADS;
   const int each = (units + parts - 1) / parts, from = part * each, to = min(units, from + each);
   const int first_slot = item.slot - part;
-  int wide = 1;  // units at once: a power of 2
+  int wide = 1;  // units processed at a time: a power of 2
   while (wide < to - from && wide < THREADS) wide <<= 1;
   const int groups = THREADS / wide, mine = threadIdx.x / wide, column = threadIdx.x % wide;
   float4* const sums_o = (float4*)smem;
@@ -97,7 +99,7 @@ __device__ __forceinline__ void merge_share(const Args& a, const Item& item, int
     }
     __syncthreads();
   }
-  // Everybody has read this block's copies of scores and sums.
+  // All threads have read this block's copies of scores and sums.
   if (to > from) {
     const int row0 = from / QUADS, rows = (to - 1) / QUADS - row0 + 1;
     for (int i = threadIdx.x; i < parts * rows; i += THREADS)
@@ -109,9 +111,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_mla(const __grid
   extern __shared__ __align__(1024) char smem[];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, worker = blockIdx.x;
   const int group = warp % GROUPS, half = warp / GROUPS;
-  float* const shared_scores = (float*)(smem + STAGES * BLOCK_STAGE);  // of each half: rows of tokens
-  unsigned char* const shared_pages = (unsigned char*)(shared_scores + HALVES * ROWS * SCORE_ROW);  // per stage and warp
-  float2* const shared_tops = (float2*)(shared_pages + STAGES * WARPS);  // of rows
+  float* const shared_scores = (float*)(smem + STAGES * BLOCK_STAGE);  // [half][row][token]
+  unsigned char* const shared_pages = (unsigned char*)(shared_scores + HALVES * ROWS * SCORE_ROW);  // [stage][warp]
+  float2* const shared_tops = (float2*)(shared_pages + STAGES * WARPS);  // [row]
   const u32 ring = shared_address(smem);
   u64 policy;
   asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
@@ -143,7 +145,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_mla(const __grid
     return r;
   };
 
-  // -- queries, as the tensor cores take them: row g of 8, two pairs for each 16 numbers of this warp's half
+  // -- queries in operand layout: row g of 8, two pairs for each 16 elements of this warp's half
   u32 q[NT][HALF_STEPS][2];
   auto ask_queries = [&](const Item& item, const Queries& who) {
 #pragma unroll
@@ -160,7 +162,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_mla(const __grid
     }
   };
 
-  // -- loading: the next tile's first token, and the page of this warp's 8 tokens, looked up a tile ahead
+  // -- loading: the first token of the next tile, and the page of this warp's 8 tokens, looked up one tile ahead
   int next = 0, at_token = f0.w / TOKENS * TOKENS, end = f1.x, stage = 0, page = -1;
   const int* table = a.pages + (i64)f0.x * a.pages_r;
   const int my_token = warp * 8;
@@ -176,7 +178,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_mla(const __grid
   item.request = f0.x; item.head = f0.y; item.block = f0.z; item.first = f0.w;
   item.end = f1.x; item.slot = f1.y; item.share = f1.w;
   if (count) ask_queries(item, who_first);
-  int readable = count ? min(end, who_first.length) : 0;  // tokens from here on are not read
+  int readable = count ? min(end, who_first.length) : 0;  // end of the tokens that are read
   auto load = [&]() {
     if (next < count) {
       const bool there = (u32)page < (u32)a.cache_pages;
@@ -211,7 +213,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_mla(const __grid
   for (int i = 0; i < STAGES - 1; i++) load();
   write_empty_lines(a, nothing ? __ldg(a.plan) : 0);
 
-  // Where a lane's rows of matrices lie in a tile.
+  // Offsets in a tile of the rows that a lane passes to ldmatrix.
   u32 k_at[4], v_at[COLUMN_STEPS];
   const int k_token = lane % 8 + lane / 8 % 2 * 8, v_token = lane % 8 + lane / 16 * 8;
 #pragma unroll
@@ -226,10 +228,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_mla(const __grid
     v_at[c] = v_token * LATENT_BYTES + (chunk / 8 * 8 + (chunk % 8 ^ (v_token & 7))) * 16;
   }
 
-  Item cut_first, cut_last;  // a worker's first and last piece may be parts of lines
+  Item cut_first, cut_last;  // only a worker's first and last piece can be part of a split line
   Queries who_cut_first, who_cut_last;
   cut_first.slot = cut_last.slot = -1;
-  // The consumer's own copies: the loader is up to three tiles ahead, perhaps among the next 32 items.
+  // The consumer's own copies of items: the loader is up to three tiles ahead and may already use the next 32 items.
   int4 m0 = n0, m1 = n1;
   Queries m_of = of;
   int used = 0;
@@ -253,7 +255,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_mla(const __grid
     }
     const int row0 = item.block * ROWS, rows = rows_of(item, who.count), high = min(item.end, who.length);
     const int before = who.length - who.count;
-    // Every row sees all tokens from ``plain_from`` up to ``plain_to``.
+    // Every row attends to all tokens in [plain_from, plain_to), so tiles inside need no mask.
     const int plain_to = min(high, before + row0 / GROUP + 1);
     const int plain_from = WINDOWED ? before + (row0 + rows - 1) / GROUP - a.window + 1 : 0;
     const float factor = a.scale * LOG2E;
@@ -268,7 +270,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_mla(const __grid
 #pragma unroll 1
     for (int token0 = item.first / TOKENS * TOKENS; token0 < item.end; token0 += BLOCK_TOKENS) {
       wait<STAGES - 2>();
-      __syncthreads();  // everybody's copies of this tile are there, and the tile before is read
+      __syncthreads();  // all copies of this tile have arrived, and all warps have read the previous tile
       load();
       const u32 at = ring + used * BLOCK_STAGE;
       const u64 there = *(const u64*)(shared_pages + used * WARPS);
@@ -295,7 +297,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_mla(const __grid
               s[n][0][e] + s[n][1][e];
       __syncthreads();
 
-      // -- weights of row g for tokens 2t, 2t + 1, 2t + 8, 2t + 9 of each 16, as the second product takes them
+      // -- weights of row g for tokens 2t, 2t + 1, 2t + 8, 2t + 9 of each 16: the operand layout of the second product
       const bool plain = there == 0x0101010101010101ull && token0 >= plain_from && token0 + BLOCK_TOKENS <= plain_to;
       u32 p[NT][GROUPS][2];
 #pragma unroll
@@ -364,7 +366,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_mla(const __grid
         }
     }
 
-    // -- 4 numbers of a row in each lane: four lanes exchange theirs
+    // -- four lanes exchange elements, so that each lane has 4 elements of a row
     const int mine = g % 4;
 #pragma unroll
     for (int n = 0; n < NT; n++) {
@@ -413,7 +415,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_mla(const __grid
     if (item.slot >= 0 && i == 0) { cut_first = item; who_cut_first = who; }
     if (item.slot >= 0 && i > 0) { cut_last = item; who_cut_last = who; }
   }
-  __syncthreads();  // all tiles are read
+  __syncthreads();  // all warps have read all tiles
 #pragma unroll 1
   for (int c = 0; c < 2; c++) {
     if (cut_first.slot >= 0) merge_share(a, cut_first, who_cut_first.start, who_cut_first.count, smem);

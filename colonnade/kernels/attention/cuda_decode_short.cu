@@ -1,26 +1,25 @@
-// Flash-Decoding in CUDA C++ of a few keys: one tile a warp, in registers, without a plan (cuda_decode.py).
+// Flash-Decoding in CUDA C++ for a few keys: one tile per warp, in registers, without a split plan (cuda_decode.py).
 //
-// With at most a hundred keys a call is a chain of dependent loads and of instructions that are fetched for the first
-// time. So a team of TEAM warps takes one line, found by its block's number, and each warp the tile of its own number:
-// there is no plan, no loop, no ring, and each block ends with its line. Lengths, page ids and queries are loaded at
-// once, then all keys and values. A lane loads 16 bytes: 8 numbers of a token. Products sum over numbers in any order,
-// so keys and queries need no rearrangement; values are transposed in registers (movmatrix), and two lanes exchange
-// halves of their outputs to write 16 bytes each.
+// With at most about a hundred keys, a call is bound by the latency of dependent loads and of first instruction fetches.
+// So a team of TEAM warps processes one line, given by the block's index, and each warp one tile of it: there is no
+// plan, no loop and no ring. Lengths, page ids and queries are loaded together, then all keys and values. A lane loads 16
+// bytes, 8 elements of a token. The products sum over elements in any order, so keys and queries need no rearrangement; values
+// are transposed in registers (movmatrix), and two lanes exchange halves of their outputs to write 16 bytes each.
 //
-// Lengths and page ids are checked here, as in cuda_decode.cu.
+// Lengths and page ids are bounds-checked here, as in cuda_decode.cu.
 
-constexpr int ROW_BLOCKS = (GROUP + 7) / 8;  // of a head: more rows in one warp are slower than keys read twice
-constexpr int SPANS = H / 32;  // of 32 numbers: 4 lanes load one of a token
-constexpr int VALUE_BYTES = TOKENS * H * 2;  // of a tile, as many as of a state of 8 rows
-constexpr int HALVES = HALF ? 1 : 2;  // of a tile's tokens, 8 each: HALF if no request has more
-static_assert(SHORT && H % 32 == 0 && !CACHE && SINGLE && NT == 1, "16 bits, whole spans, one query a request, 8 rows");
+constexpr int ROW_BLOCKS = (GROUP + 7) / 8;  // per head: more rows per warp are slower than reading keys twice
+constexpr int SPANS = H / 32;  // spans of 32 elements: 4 lanes load one span of a token
+constexpr int VALUE_BYTES = TOKENS * H * 2;  // values of a tile; a state of 8 rows takes as many bytes
+constexpr int HALVES = HALF ? 1 : 2;  // groups of 8 tokens per tile; HALF: no request has more than 8
+static_assert(SHORT && H % 32 == 0 && !CACHE && SINGLE && NT == 1, "16 bits, whole spans, one query per request, 8 rows");
 static_assert(!HALF || TEAM == 1, "8 tokens are one tile");
-// Two blocks of up to 8 warps fit the registers: else heads of 256 have room for one, and a step of 192 lines takes two
-// rounds. Smaller blocks fit several times anyway.
+// Limits registers so that two blocks of up to 8 warps fit on a multiprocessor: otherwise only one block fits for heads
+// of 256, and a step of 192 lines takes two waves. Several smaller blocks fit anyway.
 constexpr int MOST_THREADS = HALF || THREADS > 256 ? THREADS : 256, RESIDENT = THREADS > 128 && THREADS <= 256 ? 2 : 1;
 
-// Without ``any`` nothing is read. In half a tile registers then keep their old values: those of rows and tokens that do
-// not exist, whose results are dropped.
+// Loads nothing unless ``any`` is set. The registers then keep their old values, for rows and tokens that do not exist,
+// whose results are dropped.
 __device__ __forceinline__ void load_16_bytes(u32 (&to)[4], const char* from, bool any) {
 #if HALF
   asm volatile("{.reg .pred any; setp.ne.u32 any, %5, 0; @any ld.global.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];}"
@@ -38,20 +37,20 @@ __device__ __forceinline__ void own_16_bytes(u32 (&to)[4], u32 from) {
                : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(from) : "memory");
 }
 
-// The first product over 8 tokens; there are no sums to add to.
+// A product over 8 tokens, without an accumulator input.
 __device__ __forceinline__ void mma_8_tokens(float* c, u32 a0, u32 a1, u32 b) {
   asm volatile("mma.sync.aligned.m16n8k8.row.col.f32." TYPE "." TYPE ".f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%7,%7,%7,%7};"
                : "=f"(c[0]), "=f"(c[1]), "=f"(c[2]), "=f"(c[3]) : "r"(a0), "r"(a1), "r"(b), "f"(0.f));
 }
 
-// Waits for this lane's copies, but not before the largest score is known: else the assembler moves the wait before the
-// last loads of keys, which then follow the values instead of accompanying them. No maximum has the bits it excludes.
+// Waits for this lane's copies, but only after the largest score is known: otherwise ptxas moves the wait above the last
+// loads of keys, which are then no longer in flight together with the values. No maximum has the excluded bit pattern.
 __device__ __forceinline__ void wait_after(float top) {
   asm volatile("{.reg .pred known; setp.ne.u32 known, %0, 0x7fc12345; @known cp.async.wait_group 0;}"
                ::"r"(__float_as_uint(top)) : "memory");
 }
 
-// The output of a line that is one warp's: rows 2t of lanes with even g, 2t + 1 of odd ones.
+// Writes the output of a line that one warp has processed: row 2t in lanes with even g, row 2t + 1 in odd ones.
 __device__ __forceinline__ void write_rows(const Args& a, State& sums, const Item& item, int g, int t) {
   const int odd = g & 1;
 #pragma unroll
@@ -73,7 +72,7 @@ __device__ __forceinline__ void write_rows(const Args& a, State& sums, const Ite
       if (g == 0 && row < GROUP)
         a.lse[(i64)item.request * a.heads + head] = total == 0.f ? -INF : (top + log_2(total)) * LN2;
     }
-    // Of each 8 numbers the even ones are in the even lane, the odd ones in the other.
+    // Of each 8 elements, the even lane has the even ones and the odd lane the odd ones.
     const int row = item.block * 8 + 2 * t + odd;
     const u32 first = odd ? 0x1054 : 0x5410, second = odd ? 0x3276 : 0x7632;
     u16* const to = a.o + ((i64)item.request * a.heads + item.head * GROUP + row) * H + g / 2 * 8;
@@ -98,8 +97,8 @@ extern "C" __global__ void __launch_bounds__(MOST_THREADS, RESIDENT) attend_shor
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int team = warp / TEAM, member = warp % TEAM, line = blockIdx.x * TEAMS + team;
   if (line >= a.lines) return;
-  // These blocks began while the kernel before ended, and read nothing until it has. Only then may the next kernel's start:
-  // else those of many launches would wait here, and take the place of blocks that could run.
+  // With programmatic dependent launch these blocks start before the previous kernel ends; they read nothing until it has
+  // ended. Only then may the next kernel launch: otherwise waiting blocks of many launches would occupy multiprocessors.
   asm volatile("griddepcontrol.wait;" ::: "memory");
   asm volatile("griddepcontrol.launch_dependents;");
   Item item;
@@ -136,8 +135,8 @@ extern "C" __global__ void __launch_bounds__(MOST_THREADS, RESIDENT) attend_shor
       load_16_bytes(v[c], v_from + c * 64, g < left);
     }
 #else
-    // Values wait in shared memory, each lane's in a place of its own. To save registers or time the assembler would load
-    // them after the keys' products; it moves none over the barrier, at which no lane waits.
+    // Values are copied to shared memory, each lane's to its own location. If they were loaded to registers, ptxas would
+    // move the loads below the products with the keys; it moves none across the barrier, at which no lane waits.
 #pragma unroll
     for (int c = 0; c < SPANS; c++)
 #pragma unroll
@@ -146,7 +145,7 @@ extern "C" __global__ void __launch_bounds__(MOST_THREADS, RESIDENT) attend_shor
     commit();
 #endif
     __syncwarp();
-    u32 k[SPANS][HALVES][4];  // of tokens g and g + 8
+    u32 k[SPANS][HALVES][4];  // tokens g and g + 8
 #pragma unroll
     for (int c = 0; c < SPANS; c++)
 #pragma unroll
@@ -176,8 +175,8 @@ extern "C" __global__ void __launch_bounds__(MOST_THREADS, RESIDENT) attend_shor
 #pragma unroll
         for (int half = 0; half < 2; half++) {
 #if HALF
-          // A lane's 16 bytes are a matrix as they are: of each product half of the sums are of use, those of rows g of
-          // the first and of g + 8 of the second. The others belong to no token.
+          // A lane's 16 bytes are used as an operand without rearrangement: only half of the sums of each product are
+          // needed, rows g of the first and rows g + 8 of the second. The others belong to no token.
           mma(s[n][half], k[c][0], q[n][c][half], q[n][c][half + 2]);
 #else
           const int i = 2 * half;
@@ -219,7 +218,7 @@ extern "C" __global__ void __launch_bounds__(MOST_THREADS, RESIDENT) attend_shor
     write_rows(a, sums, item, g, t);
     return;
   }
-  // States of 8 rows take the places of the values.
+  // States of 8 rows overwrite the values.
   float* const shared_o = (float*)smem + team * TEAM * 8 * O_ROW;
   float2* const shared_ml = (float2*)(smem + O_BYTES) + team * TEAM * 8;
   __syncwarp();

@@ -1,6 +1,6 @@
 // Flash-Decoding in CUDA C++: queries, and the products and softmax of one tile of 16 tokens (cuda_decode.cu).
 
-struct Places {  // where a lane's rows of matrices lie in a tile, for 4 steps of 16 numbers
+struct Places {  // offsets in a tile of the rows that a lane passes to ldmatrix, for 4 steps of 16 elements
   u32 k[4], v[4];
 };
 __device__ __forceinline__ Places places_of(int lane) {
@@ -16,7 +16,7 @@ __device__ __forceinline__ Places places_of(int lane) {
   return r;
 }
 
-// Copies a tile of keys, or of values: ``left`` of its tokens, zeros for the others.
+// Copies a tile of keys or values: ``left`` of its tokens, and zeros for the others.
 __device__ __forceinline__ void copy_tokens(u32 to, const char* from, i64 stride, int left, int lane, u64 policy) {
 #pragma unroll
   for (int i = 0; i < (TOKENS * CHUNKS + 31) / 32; i++) {
@@ -27,14 +27,14 @@ __device__ __forceinline__ void copy_tokens(u32 to, const char* from, i64 stride
   }
 }
 
-struct View {  // of a piece: its rows, the keys that they see, and what scores are multiplied by
-  int row0, rows, high, before;  // first row, how many; keys end at ``high``; the position of the first query
+struct View {  // a piece: its rows, the range of visible keys, and the factors of scores
+  int row0, rows, high, before;  // first row, number of rows, end of the keys, position of the first query
   float factor[NT][2];
 #if SLOPES
   float slope[NT][2];
 #endif
 };
-struct State {  // of a warp: largest scores, sums of weights, unscaled outputs
+struct State {  // state of a warp: largest scores, sums of weights, unscaled outputs
   float top[NT][2], total[NT][2], o[NT][KSTEPS][4];
 
   __device__ __forceinline__ void clear() {
@@ -48,7 +48,7 @@ struct State {  // of a warp: largest scores, sums of weights, unscaled outputs
   }
 };
 
-// A block's 8 rows of queries, 16 bytes per thread, and their place in shared memory.
+// Loads the block's 8 rows of queries, 16 bytes per thread.
 constexpr int Q_EACH = (8 * Q_CHUNKS + THREADS - 1) / THREADS;
 __device__ __forceinline__ void block_queries(const Args& a, uint4 (&to)[Q_EACH], const Item& item, const Queries& who) {
 #pragma unroll
@@ -68,7 +68,7 @@ __device__ __forceinline__ void put_block_queries(const uint4 (&from)[Q_EACH], c
     if (row >= 8) break;
     const uint4 x = from[i];
 #if CACHE
-    // In the order in which a product has the keys' numbers: those of a lane, 4t to 4t + 3, as two pairs.
+    // The order of the elements of converted keys: a lane's elements 4t to 4t + 3 as two pairs.
     *(uint2*)(shared_q + q_place(row, chunk & ~1) + chunk % 2 * 8) = make_uint2(x.x, x.z);
     *(uint2*)(shared_q + q_place(row, chunk | 1) + chunk % 2 * 8) = make_uint2(x.y, x.w);
 #else
@@ -77,7 +77,7 @@ __device__ __forceinline__ void put_block_queries(const uint4 (&from)[Q_EACH], c
   }
 }
 
-// Queries as the tensor cores take them: row g of 8, two pairs for each 16 numbers.
+// Loads queries in the layout of a tensor-core operand: row g of 8, two pairs for each 16 elements.
 __device__ __forceinline__ void raw_queries(const Args& a, u32 (*to)[2], int n, const Item& item, const Queries& who,
                                             int g, int t) {
   const int m = item.block * ROWS + n * 8 + g;
@@ -95,7 +95,7 @@ __device__ __forceinline__ void raw_queries(const Args& a, u32 (*to)[2], int n, 
   }
 }
 
-// With a cache of 8 bits products are of float16: each row becomes a power of 2 times numbers up to 512.
+// With an 8-bit cache, products are computed in float16: each row is scaled by a power of 2 to at most 512.
 #if CACHE
 __device__ __forceinline__ float to_half(u32 (*q)[2]) {
   float most = 0;
@@ -123,7 +123,7 @@ __device__ __forceinline__ float to_half(u32 (*q)[2]) {
 }
 #endif
 
-// S^T = K Q^T of a tile; ``q`` are the queries, of more than 8 rows this lane's in shared memory.
+// S^T = K Q^T of a tile. ``q`` are the queries: in registers for 8 rows, else this lane's in shared memory.
 #if NT == 1
 __device__ __forceinline__ void scores(float (&s)[NT][2][4], u32 at, const Places& places, const u32 (*q)[2]) {
 #else
@@ -135,7 +135,7 @@ __device__ __forceinline__ void scores(float (&s)[NT][2][4], u32 at, const Place
     for (int e = 0; e < 4; e++) s[n][0][e] = s[n][1][e] = 0;
 #if CACHE
 #pragma unroll
-  for (int j = 0; j < (KSTEPS + 1) / 2; j++) {  // two chunks of 16 numbers at once
+  for (int j = 0; j < (KSTEPS + 1) / 2; j++) {  // two chunks of 16 elements at a time
     u32 x[4];
     load_matrices(x, at + places.k[j % 4] + j / 4 * 128);
 #pragma unroll
@@ -173,7 +173,7 @@ __device__ __forceinline__ void scores(float (&s)[NT][2][4], u32 at, const Place
 #endif
 }
 
-// Clears values from token ``high`` on: weights there are 0, but 0 times what memory holds need not be.
+// Zeroes values from token ``high`` on: weights there are 0, but 0 times uninitialised memory may be NaN.
 __device__ __forceinline__ void clear_values(u32 at, int token0, int high, int lane) {
   for (int e = lane; e < TOKENS * CHUNKS; e += 32) {
     const int token = e / CHUNKS, chunk = e % CHUNKS;
@@ -184,7 +184,7 @@ __device__ __forceinline__ void clear_values(u32 at, int token0, int high, int l
   __syncwarp();
 }
 
-// Scores to weights P^T as products take them; earlier sums are rescaled to the new largest score.
+// Online softmax: converts scores to weights P^T in operand layout, and rescales earlier sums to the new largest score.
 __device__ __forceinline__ void weigh(const Args& a, const float (&s)[NT][2][4], u32 (&p)[NT][2], State& sums,
                                       const View& view, int token0, bool there, bool plain, int g, int t) {
 #pragma unroll
@@ -224,7 +224,7 @@ __device__ __forceinline__ void weigh(const Args& a, const float (&s)[NT][2][4],
     sums.top[n][1] = high1;
 #pragma unroll
     for (int e = 0; e < 4; e++) x[e] = power2(x[e] - (e % 2 ? base1 : base0));
-    if (SHORT) {  // a warp's only tile
+    if (SHORT) {  // the warp has only one tile
       sums.total[n][0] = x[0] + x[2];
       sums.total[n][1] = x[1] + x[3];
     } else {
@@ -242,14 +242,14 @@ __device__ __forceinline__ void weigh(const Args& a, const float (&s)[NT][2][4],
   }
 }
 
-// The matrices of values V^T of step d, from what ``load_transposed`` read.
+// Operands V^T of a pair of steps, loaded transposed.
 __device__ __forceinline__ void load_value_pair(u32 (&f)[2][4], u32 at, const Places& places, int j) {
-#if CACHE  // two steps at once
+#if CACHE  // two steps at a time
   u32 x[4];
   load_transposed(x, at + places.v[j % 4] + j / 4 * 128);
 #pragma unroll
   for (int c = 0; c < 2; c++) {
-    // Bytes are (token, number): the even number of a pair is in row g, the odd one in row g + 8.
+    // Bytes are (token, element): the even element of a pair goes to row g, the odd one to row g + 8.
     widen(__byte_perm(x[c], 0, 0x3120), f[c][0], f[c][1]);
     widen(__byte_perm(x[c + 2], 0, 0x3120), f[c][2], f[c][3]);
   }
@@ -274,7 +274,7 @@ __device__ __forceinline__ void weighted_values(State& sums, u32 at, const Place
   }
 }
 
-// The same in two steps: with few rows, values are loaded and widened while the softmax waits for other lanes.
+// The same in two parts: with few rows, values are loaded and converted while the softmax waits for other lanes.
 template <int N> __device__ __forceinline__ void load_values(u32 (&values)[N][4], u32 at, const Places& places) {
 #pragma unroll
   for (int j = 0; j < (N + 1) / 2; j++) {

@@ -1,8 +1,8 @@
 // Multiplies rows of x by ternary weights, one thread block per SM (cuda_ternary.py).
 //
-// Macros from the host: TRITS, REST (weights of a word that are not 0, without the last one), BF16, PER (words that a lane
-// reads at once), GATED, SILU, ROUTED (experts), TOKENS (rows of x are tokens), WEIGHTED (0, 2: routing weights in x's
-// dtype, 4: float32), WARPS, TABLE_WORDS.
+// Macros defined by the host: TRITS, REST (nonzero weights per word except the last), BF16, PER (words per load of a
+// lane), GATED, SILU, ROUTED (experts), TOKENS (rows of x are tokens), WEIGHTED (0; 2: routing weights in x's dtype; 4:
+// in float32), WARPS, TABLE_WORDS.
 
 typedef unsigned int u32;
 typedef unsigned short u16;
@@ -15,12 +15,13 @@ struct Args {
   const char *routing, *up, *gate, *tables;
   const u16 *up_scales, *gate_scales;
   u16* y;
-  i64 stride;  // of x, in elements
-  int outputs, inputs, words, experts, active, blocks, tiles, most;  // blocks of a row, tiles of 32 outputs, those of a block
+  i64 stride;  // stride of x in elements
+  int outputs, inputs, words, experts, active;
+  int blocks, tiles, most;  // thread blocks per row; tiles of 32 outputs, in all and at most per block
 };
 
 constexpr int THREADS = 32 * WARPS, MATRICES = GATED ? 2 : 1, RANGE_OFFSET = 124;
-// A column of x: x and −x of each of its places, and a pair of zeros. Places lie in different banks.
+// A column of x: x and −x for each position in a word, and a pair of zeros. Positions lie in different banks.
 constexpr int COLUMN_BYTES = 4 * TRITS + 4;
 
 __device__ __forceinline__ u32 address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
@@ -53,7 +54,7 @@ __device__ __forceinline__ float term(u32 column, u32 offset) {
   return widen(r);
 }
 
-// Bulk copies, each with a barrier of its own that is used once.
+// Bulk copies, each with its own barrier, which is used once.
 __device__ __forceinline__ void copy(u32 to, const char* from, u32 bytes, u32 barrier) {
   asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
@@ -64,9 +65,10 @@ __device__ __forceinline__ void wait(u32 barrier) {
                ::"r"(barrier) : "memory");
 }
 
-// Σ ± x of a word. Words are ordered by their last place and sign, so a range of 32 belongs to one block of words or to two
-// consecutive ones. Its entry: the block's first word (16 bits), the offset of its last weight in a column, and where in
-// the range the next block begins. The rest of a word is its number in its block.
+// Σ ± x of a word. Words are ordered by the position and sign of their last nonzero weight, so a range of 32 belongs to
+// one block of words or to two consecutive ones. The entry of a range has the block's first word (16 bits), the offset
+// of its last weight in a column, and where in the range the next block begins. The other weights of a word are looked up
+// by its number in its block.
 __device__ __forceinline__ float sum_of(u32 word, u32 column, u32 ranges, u32 rests) {
   const u32 entry = load32(ranges + 4 * min(word, RANGE_OFFSET + (word >> 5)));
   const u32 within = word & 31, border = entry >> 24;
@@ -117,7 +119,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) ternary(const __grid_co
 
   const u32 rests = tables + 4 * (RANGE_OFFSET + 2048);
   const int chunks = a.words / PER;
-  int turn = warp;  // chunks of all items go to warps in turn
+  int turn = warp;  // chunks of all items are assigned to warps round-robin
   for (int i = 0; i < items; i++) {
     const int first = (block + i / MATRICES * a.blocks) * 32;
     float sum = 0;
