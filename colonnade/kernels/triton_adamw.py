@@ -1,9 +1,9 @@
 """AdamW over all weights in one Triton launch; a program updates 16,384 elements of one weight.
 
 Tensors are found through a table of pointers, uploaded in each step (20 kB for 500 weights, from pinned memory,
-without blocking), because autograd allocates gradients at new addresses. How the weights are divided among programs
-never changes and stays on the device. A flat buffer would not save anything: autograd would have to copy each gradient
-into it.
+without blocking), because autograd allocates gradients at new addresses. The division of weights among
+programs never changes and stays on the device. A flat buffer would save nothing: autograd would have to copy each
+gradient into it.
 """
 
 import functools

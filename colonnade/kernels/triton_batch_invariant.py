@@ -1,7 +1,7 @@
-"""Batch-invariant kernels: a row's result is bitwise the same whatever the other rows of the batch are.
+"""Batch-invariant kernels: a row's result does not depend, bitwise, on the other rows of the batch.
 
-**Linear layers**, y = x Wᵀ + b: a library chooses how the summed dimension is split by the number of rows. Here each
-output is summed over the inputs in order by one program. In 16 bits the tile depends on the sizes, and the bits do not
+**Linear layers**, y = x Wᵀ + b: libraries choose the split of the summed dimension by the number of rows. Here one
+program sums each output over the inputs in order. In 16 bits the tile depends on the sizes, and the bits do not
 depend on the tile (:func:`tile_of`).
 
 **Norms**: a program per row; the order of a row's sum depends on its width only. torch's reductions also depend on the
@@ -9,7 +9,7 @@ number of rows, so that a row's last bit may change with the batch.
 
 **Paged attention**: a request's result does not depend on the batch or on prompt chunking. Flash-Decoding with splits
 at fixed positions (:mod:`~colonnade.kernels.attention.triton_decode`), also for prompts. In Triton all blocks have 16
-rows, or as many as one query has; in CUDA C++ only those of prompts. The price is that a prompt's keys are read once
+rows, or as many as one query has; in CUDA C++ only those of prompts. The cost is that a prompt's keys are read once
 for every few queries. Which queries share a block does not matter: keys that a row does not see are states
 of weight 0, which do not change a sum.
 """
@@ -52,7 +52,7 @@ def tile_of(rows: int, outputs: int, dtype: torch.dtype) -> Tile:
     """The tile for a product.
 
     In 16 bits all tiles give the same bits: each warpgroup adds 16 inputs at a time to 64 rows of sums by ``wgmma``, in
-    order, whatever the tile. Sums of float32 are not by tensor cores, and have one tile.
+    order, whatever the tile. float32 does not use tensor cores and has one tile.
     """
     if dtype == torch.float32:
         return FLOAT32
@@ -149,7 +149,7 @@ def paged(
 
 
 def _make_plans(q_TNH: Tensor, k_PpKH: Tensor, table: PageTable, window: int | None) -> tuple[DevicePlan, ...]:
-    """A plan for requests of one query, and one for prompts in blocks of more rows, where a kernel has such."""
+    """A plan for requests of one query, and one for prompts in blocks of more rows, if the kernel has such blocks."""
     new, lengths = table.host_lengths
     decodes = max(1, sum(n == 1 for n in new))
     layout = KernelLayout.of(q_TNH[:decodes], k_PpKH, 1, window=window, chunk=CHUNK)

@@ -1,7 +1,7 @@
-"""Rows of a table in mapped host memory, read and written by a kernel over the bus, as torchrec's UVM tables.
+"""Rows of a table in mapped host memory, read and written by a kernel over the bus, like TorchRec's UVM tables.
 
-No thread of the host takes part, and nothing is staged. A few programs keep enough bytes in flight for the bus and
-leave the other multiprocessors to the computation.
+No host thread is involved, and there is no staging buffer. A few programs keep enough bytes in flight to saturate the
+bus and leave the other multiprocessors free for computation.
 """
 
 import triton

@@ -3,10 +3,10 @@
     gather    x_r = x_t of the row's choice                            (T + R)·D elements
     combine   y_t = Σ_j w_tj y_r(t, j)                                 (R + T)·D; j in order, in float32
 
-Each is the other's backward, through the inverse permutation r(t, j), so that no addition is atomic and results are
-deterministic. dw_tj = y_r · dy_t is computed in the pass that writes dy_r = w_tj dy_t. If tokens have more than one row
-on average, a gather loops over tokens and finds their rows by r(t, j); otherwise it loops over rows, which reads 2·R·D
-elements but needs no inverse permutation.
+Each is the backward of the other, through the inverse permutation r(t, j), so that no addition is atomic and results
+are deterministic. dw_tj = y_r · dy_t is computed in the pass that writes dy_r = w_tj dy_t. If tokens have more than one
+row on average, a gather loops over tokens and finds their rows by r(t, j); otherwise it loops over rows, which reads
+2·R·D elements but needs no inverse permutation.
 """
 
 import torch

@@ -1,7 +1,8 @@
 """Greedy sampling, and writing sampled tokens into the next step's input, in one launch each.
 
-Plain torch (:mod:`~colonnade.kernels.sampling`) takes a dozen launches and seven. A program of the argmax loops over
-one row in blocks; each thread keeps the first index of its maximum, and the lowest such index wins.
+Plain torch (:mod:`~colonnade.kernels.sampling`) takes about twelve launches for the first and seven for the second. A
+program of the argmax loops over one row in blocks; each thread keeps the first index of its maximum, and the lowest
+such index wins.
 """
 
 import torch

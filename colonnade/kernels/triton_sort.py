@@ -5,7 +5,7 @@
     scatter   order[first_be + rank of the choice among its program's of e] = choice
 
 Ranks are cumulative sums of a (BLOCK, E) one-hot table. N choices cost N·E additions in registers and 3N numbers of
-memory traffic; a radix sort of 64-bit keys and values moves some 30N. If there are many blocks, a program processes
+memory traffic; a radix sort of 64-bit keys and values moves about 30N. If there are many blocks, a program processes
 several in sequence and carries its counts along: counts are stored by expert, E + 1 scattered numbers per program.
 Choices of expert E or more are unused and sorted last, in their order.
 

@@ -3,9 +3,9 @@
     call i:   write my message into slot i mod 2 of my buffer; write flag i to every peer; wait for every peer's flag i;
               read all peers' slots in rank order
 
-A library's collective costs tens of microseconds whatever its size, because it takes several steps between ranks, each
-a round trip. Here every rank reads everything in one step, which is the least for messages so small that reading
-(ranks − 1) of them costs nothing. Sums are in float32, in rank order, rounded once: bitwise equal on every rank and in
+NCCL's collectives take tens of microseconds at any size, because they need several steps between ranks, each a round
+trip. Here every rank reads all messages in one step, which is the minimum, and for small messages the extra reads cost
+almost nothing. Sums are in float32, in rank order, rounded once: bitwise equal on every rank and in
 every run.
 
 Two slots are enough without a second barrier: a rank that writes in call i has finished call i − 1, for which all peers

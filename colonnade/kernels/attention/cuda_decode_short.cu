@@ -3,8 +3,8 @@
 // With at most about a hundred keys, a call is bound by the latency of dependent loads and of first instruction fetches.
 // So a team of TEAM warps processes one line, given by the block's index, and each warp one tile of it: there is no
 // plan, no loop and no ring. Lengths, page ids and queries are loaded together, then all keys and values. A lane loads 16
-// bytes, 8 elements of a token. The products sum over elements in any order, so keys and queries need no rearrangement; values
-// are transposed in registers (movmatrix), and two lanes exchange halves of their outputs to write 16 bytes each.
+// bytes, 8 elements of a token. The products sum over elements in any order, so keys and queries need no rearrangement;
+// values are transposed in registers (movmatrix), and two lanes exchange halves of their outputs to write 16 bytes each.
 //
 // Lengths and page ids are bounds-checked here, as in cuda_decode.cu.
 

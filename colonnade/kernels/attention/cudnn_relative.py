@@ -2,9 +2,9 @@
 
     p_ij = exp(q_i·k_j·H^-½ + b_ij − lse_i)        db_ij = Σ_batch p_ij (do_i·v_j − do_i·o_i)
 
-cuDNN adds a bias to the scores but has no gradient for it, so torch sends a mask that needs one elsewhere: to a kernel
-that writes it for each sequence, and under torch.compile to plain products in float32. Here one kernel computes the
-scores once more and sums over the batch in registers; neither scores nor a gradient of each sequence are written.
+cuDNN adds a bias to the scores but computes no gradient for it. For a mask that requires a gradient, torch therefore
+uses another kernel, which writes a gradient per sequence, or under torch.compile plain products in float32. Here one
+kernel recomputes the scores and sums over the batch in registers; it writes neither scores nor gradients per sequence.
 """
 
 import math

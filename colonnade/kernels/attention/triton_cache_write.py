@@ -1,13 +1,13 @@
 """Fused cache writes in Triton: RoPE and KV write, and 8-bit MLA latents (see
 :mod:`~colonnade.kernels.attention.cache_write`).
 
-**RoPE and KV write** replaces nine torch launches between the QKV projection and attention. A program has one key/value
-head of one token: its query heads, key and value, which are neighbours in memory. The rotary partner, half a head away,
-is read a second time, from L1. Slots outside the cache are not written.
+**RoPE and KV write** replaces nine torch launches between the QKV projection and attention. Each program handles one
+key/value head of one token: its query heads, key and value, which are adjacent in memory. The rotary partner, half a
+head away, is read a second time, from L1. Slots outside the cache are not written.
 
-**8-bit latents** take one launch instead of some twenty. A program has one token: maxima, scales and all elements stay
-in registers. The result is bitwise that of plain torch: divisions are exact, and rounding is to even (adding 1.5 · 2²³
-removes the fraction).
+**8-bit latents** take one launch instead of about twenty. Each program handles one token: maxima, scales and all
+elements stay in registers. The result is bitwise that of plain torch: divisions are exact, and rounding is to even
+(adding 1.5 · 2²³ removes the fraction).
 """
 
 from typing import NamedTuple
@@ -108,7 +108,7 @@ def rope_and_kv_write(
     if not T:
         return q_TnH
     qkv_Tz = qkv_Tz if qkv_Tz.stride(1) == 1 else qkv_Tz.contiguous()
-    none = q_TnH  # stands in for tensors that are not read
+    none = q_TnH  # placeholder for tensors that are not read
     rotation = Rotation(none, none) if turn is None else Rotation(*(x.contiguous() for x in turn))
     q_norm, k_norm = (_Norm(norm.weight_D, norm.eps) for norm in norms or (NormWeights(none, 0.0),) * 2)
     block_g, block_h = triton.next_power_of_2(group + 2), triton.next_power_of_2(H)

@@ -2,13 +2,13 @@
 
 Plans (:mod:`~colonnade.kernels.attention.split_planner`) are made on the CPU from true lengths, once per step for all
 layers with the same layout (:mod:`~colonnade.kernels.attention.decode_plan`). The states of split lines are merged by a
-second launch; lines that were not split need none, and if there are none nothing is launched. Requests of few rows,
-such as decodes, and of many, such as prompt chunks, use one kernel each in the same step; shared prefixes are read
-first (:mod:`cascade`).
+second launch; lines that were not split need none, and if there are none nothing is launched. Within a
+step, requests with few rows (decodes) and requests with many (prompt chunks) use separate kernels; shared prefixes are
+read first (:mod:`cascade`).
 
-Flash-Decoding for long-context inference (PyTorch blog, 2023). Here splits are balanced over all requests and heads
-instead of one number of splits for all, unsplit lines write the output directly, and the merge is parallel over rows
-and width.
+See "Flash-Decoding for long-context inference" (PyTorch blog, 2023). Unlike there, splits are balanced over all
+requests and heads instead of one number of splits for all, unsplit lines write the output directly, and the merge is
+parallel over rows and width.
 """
 
 from collections.abc import Sequence
@@ -121,7 +121,7 @@ def _launch_attend(
     kv8 = None if layout.prefill else triton_kv8.kv8_kind(q_TNH, k_PpKH, v_PpKH)
     if kv8:
         k_PpKH, v_PpKH = k_PpKH.view(torch.int16), v_PpKH.view(torch.int16)
-    none = slots.lse  # stands in for tensors that are not read
+    none = slots.lse  # placeholder for tensors that are not read
     strides = q_TNH.stride(), k_PpKH.stride(), v_PpKH.stride()
     none_or = lambda x: none if x is None else x  # noqa: E731
     arguments = (
@@ -166,7 +166,7 @@ def _launch_attend(
 def prefetch_options(rows: int, tiles: Tiles, page_tokens: int, *, kv8: bool) -> dict[str, Any]:
     """Launch options: whether a piece prefetches the next one, and the register limit that this allows.
 
-    8-bit caches, whose loop does the most work, were 5 to 9% slower with prefetching.
+    With prefetching, 8-bit caches, whose loop does the most work, were 5 to 9% slower.
     """
     prefetch = rows == 16 and not kv8
     limit = prefetch and tiles.workers == 2 and page_tokens == tiles.tile

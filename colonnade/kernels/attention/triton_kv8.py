@@ -9,10 +9,10 @@ The cache is read as 16-bit words of two elements each: a tile of words is loade
     int8      one that flips signs; for each j one that builds 1152 + n from a byte, and one that subtracts 1152
 
 All are exact. The result is float16 for bfloat16 queries too, since no instruction converts to pairs of bfloat16. A
-block of queries is scaled by the power of 2 that brings its maximum to between 2^14 and 2^15: then float16 represents
-everything above 2^−32 of it as bfloat16 does, and loses what is below 2^−40 of it. Softmax weights are scaled to at
-most 2^15 instead of 1, so that many small ones that matter together do not underflow; they are rounded to 11 bits, not
-to 8.
+block of queries is scaled by a power of 2 such that its maximum is between 2^14 and 2^15. Relative to the maximum,
+float16 then represents values above 2^−32 as precisely as bfloat16, and values below 2^−40 underflow. Softmax weights
+are scaled to at most 2^15 instead of 1, so that many small weights with a significant sum do not underflow; they are
+rounded to 11 bits instead of 8.
 """
 
 import torch

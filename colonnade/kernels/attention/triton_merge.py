@@ -8,8 +8,8 @@ PIECES pieces in parallel; further pieces follow in a fixed order, so that resul
 pieces gets the identity state, which is how queries without keys get their output. If a request shares a prefix
 (:mod:`cascade`), the states of its group are added after its own.
 
-With fixed splits a sum's bits must not depend on the batch, and they do depend on its layout: there the layout follows
-from a row's own position alone, that is, from how many chunks it sees.
+With fixed splits, a sum must be bitwise independent of the batch, and its bits depend on its layout. The layout is
+therefore a function of the row's position alone, that is, of the number of chunks that it sees.
 
 **Ranks** (:mod:`~colonnade.kernels.attention.reference`): one launch where plain torch takes ten for a few
 kilobytes. One program per query and head loads all ranks' values in parallel and sums in the order of ranks, so that
@@ -109,7 +109,7 @@ def merge(output, plan_ptr, cu_ptr, sinks_ptr, shared, merges_at, shared_at, cfg
             line_at = shared.plan + shared_at + (line + head * blocks + group_row // cfg.SHARED_ROWS) * FIELDS
             shared_first, shared_end = tl.load(line_at + 3, line >= 0, 0), tl.load(line_at + 4, line >= 0, 0)
         if cfg.WAIT:
-            tl.extra.cuda.gdc_wait()  # returns at once from the second task on
+            tl.extra.cuda.gdc_wait()  # no wait from the second task on
         if valid:
             n = head * cfg.GROUP + m % cfg.GROUP
             h = task % PARTS * cfg.BLOCK_H + tl.arange(0, cfg.BLOCK_H)
@@ -122,7 +122,7 @@ def merge(output, plan_ptr, cu_ptr, sinks_ptr, shared, merges_at, shared_at, cfg
                 )  # fmt: skip
             _store_row(sums, h, t.to(tl.int64) * cfg.N + n, output, cfg.H)
     if cfg.WAIT:
-        tl.extra.cuda.gdc_wait()  # later kernels rely on the reads being complete, too
+        tl.extra.cuda.gdc_wait()  # later kernels also assume that the reads are complete
 
 
 @triton.jit
@@ -158,7 +158,7 @@ def merge_chunks(output, plan_ptr, cu_ptr, lengths_ptr, sinks_ptr, merges_at, us
         chunks = tl.maximum(tl.load(lengths_ptr + request) - new + m // cfg.GROUP + cfg.CHUNK, 0) // cfg.CHUNK
         end = tl.minimum(end, first + chunks)
         if cfg.WAIT:
-            tl.extra.cuda.gdc_wait()  # at the second task it is over
+            tl.extra.cuda.gdc_wait()  # complete from the second task on
         if m // cfg.GROUP < new:
             n = head * cfg.GROUP + m % cfg.GROUP
             line = (start + m // cfg.GROUP).to(tl.int64) * cfg.N + n
@@ -169,7 +169,7 @@ def merge_chunks(output, plan_ptr, cu_ptr, lengths_ptr, sinks_ptr, merges_at, us
                 for h_at in range(0, cfg.H, cfg.WHOLE):
                     _merge_row(h_at, n, line, first, end, row, output, sinks_ptr, cfg, cfg.FEW, cfg.WHOLE)
     if cfg.WAIT:
-        tl.extra.cuda.gdc_wait()  # whatever comes after this kernel takes the reading for over, too
+        tl.extra.cuda.gdc_wait()  # kernels after this one also assume that the reads are complete
 
 
 def allocate_slots(o_TNH: Tensor, ready: DevicePlan) -> State:
@@ -220,12 +220,12 @@ def launch_merge(
     max_programs = MERGE_PROGRAMS * multiprocessors(state.o.device)
     part, used = _part_width(ready, H, max_programs), layout.used_rows
     in_chunks = layout.chunk is not None and shape.window is None
-    if in_chunks:  # rows that no request of this step has are skipped
+    if in_chunks:  # rows without a request in this step are skipped
         used = min(used, shape.group * max(1, table.longest_query))
     grid = (min(ready.capacity.merges * used * triton.cdiv(H, part), max_programs),)
     output, sinks, merges_at = Output(*state, *slots), sinks_N, flat_offsets(ready.capacity)[2]
     if sinks is None:
-        sinks = slots.lse  # stands in for a tensor that is not read
+        sinks = slots.lse  # placeholder for a tensor that is not read
     config = MergeConfig(N, shape.group, H, part, shape.rows, sinks_N is not None, ready.overlaps_merge)
     options = {"num_warps": 4, **ready.pdl_options}
     if in_chunks:

@@ -5,8 +5,8 @@
 This is the absorbed form of DeepSeek-V2 (arXiv 2405.04434, section 2.1.2; see ``model/attention.py``): many query heads
 attend to one key head whose values are the first RANK elements of its keys. A kernel with separate keys and values
 would read everything twice, and compute unused products of r. Here a tile of latents is loaded once and used in two
-GEMMs. 128 heads make 242 operations per byte, about the ratio of a GPU's compute to its bandwidth, so blocks have 64
-rows if there are as many.
+GEMMs. With 128 heads it takes 242 operations per byte, about the ratio of a GPU's compute to its bandwidth, so blocks
+have up to 64 rows.
 
 Up to 16 rows of 16-bit latents use the CUDA C++ kernel where it is supported (cuda_decode_mla.cu).
 
@@ -121,7 +121,7 @@ def attend(
     pages_RP = table.pages_RP if table.pages_RP.stride(-1) == 1 else table.pages_RP.contiguous()
     shape, tiles = ready.layout.shape, ready.layout.tiles
     slots = allocate_slots(state.o, ready)
-    scales = slots.lse if scales_Pp2 is None else scales_Pp2  # stands in for a tensor that is not read
+    scales = slots.lse if scales_Pp2 is None else scales_Pp2  # placeholder for a tensor that is not read
     config = MlaConfig(
         N, rank, H - rank, max(16, triton.next_power_of_2(rank)), max(16, triton.next_power_of_2(H - rank)),
         page_tokens, shape.rows, tiles.tile, tiles.stages, shape.window or 0, scales_Pp2 is not None,

@@ -85,7 +85,9 @@ def attend(
     for i in range(count):
         low, group = first // cfg.TILE * cfg.TILE, request
         if cfg.GROUPED:
-            request = tl.load(batch.members + groups_at + group * 4)  # any of its requests, since all share these pages
+            request = tl.load(
+                batch.members + groups_at + group * 4
+            )  # of any request of the group: all share these pages
         table_ptr = batch.pages + request.to(tl.int64) * pages_r
         page = load_page_ids(table_ptr, low, columns, cfg.PAGE, cfg.TILE)  # loads while the rows are computed
         if cfg.GROUPED:
@@ -136,4 +138,4 @@ def attend(
         store_state(o, lse, slot, t, n, row_mask, output, cfg.N, cfg.H, cfg.ROWS, cfg.BLOCK_H)
         request, head, block, first, end, slot = load_item(plan_ptr + items_at, start + i + 1, i + 1 < count, 0)
     if cfg.OVERLAP:
-        tl.extra.cuda.gdc_wait()  # launches that wait for this one rely on its predecessor, too
+        tl.extra.cuda.gdc_wait()  # launches that wait for this one also depend on its predecessor

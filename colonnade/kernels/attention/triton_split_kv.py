@@ -3,9 +3,9 @@
     o_s = softmax(q·kₛ) vₛ        lse_s = log Σ exp(q·kₛ)        for every piece s of a line; then merge
 
 A line (see :mod:`~colonnade.kernels.attention.split_planner`) has up to ROWS rows; a row is one query of one query head
-of a group. All rows read the same keys, which are loaded once. So the tensor cores get a tile of rows whatever the
-group size, and several queries (speculation, prompt chunks) fill rows that would be empty. Row m is query m // GROUP,
-head m % GROUP, and a block may start in the middle of a group.
+of a group. All rows read the same keys, which are loaded once. So the tensor cores process a tile of rows for any group
+size, and several queries (speculation, prompt chunks) fill rows that would otherwise be empty. Row m is query m //
+GROUP, head m % GROUP, and a block may start in the middle of a group.
 
 A worker is a persistent program that takes one piece after another. A piece that is a whole line writes the output;
 other states go to slots in float32, which :mod:`~colonnade.kernels.attention.triton_merge` merges in key order. With
@@ -312,8 +312,8 @@ def attend(
     With PREFETCH a piece's inputs are loaded before the previous one is written, for 30 more registers. With CHUNK a
     piece is a run of chunks, each of which has its own state, in consecutive slots.
     """
-    # Before the first keys are in flight, every dependent load costs a thirtieth of a short call: a worker's first item
-    # is stored at a fixed offset, and lookups are avoided.
+    # Each dependent load before the first keys are in flight takes a thirtieth of a short call. A worker's first item
+    # is therefore stored at a fixed offset, and lookups are avoided.
     at_first = plan_ptr + firsts_at + tl.program_id(0) * FIELDS
     request, head, block, first, end, slot = load_item(at_first, 0)
     count = tl.load(at_first + 6)

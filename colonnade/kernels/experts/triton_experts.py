@@ -6,7 +6,7 @@
 
 In the backward pass one kernel computes dh_r = W_downᵀ dy_t(r), and its epilogue also gives dw_r = h_r · dh_r: neither
 x nor y needs to be saved in expert order, and y not at all. Saved for the backward pass: the 2RF pre-activation
-elements. Nothing synchronises with the device: the host has only the numbers of rows and of experts.
+elements. Nothing synchronises with the device: the host only knows the numbers of rows and experts.
 """
 
 from collections.abc import Callable

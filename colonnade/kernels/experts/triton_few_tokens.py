@@ -3,12 +3,12 @@
     h_r = act(W_gate x_t) ⊙ W_up x_t        persistent programs, each a block of hidden units of one choice r = (t, j)
     y_t = Σ_j w_tj (W_down h_tj + b)        a program per block of outputs of a token, over all its choices, j in order
 
-A decode step of one request is bound by reading its experts once, and by launches: sorting the choices, gathering them
-for tensor cores and summing over them are three, and tiles of one row are mostly empty. Here each choice looks up its
-expert itself, and a token's choices are summed where they are computed. Tokens that share an expert each read it, from
-memory where it is large. As in :mod:`..linear.triton_skinny_gemm`, tiles of weights are prefetched STAGES − 1 ahead of
-the one in use, across everything a program computes; with PDL (programmatic dependent launch) the second kernel is
-already resident when the first ends.
+A decode step of one request is bound by the bandwidth of reading its experts, and by launches. Sorting the choices,
+gathering their rows and summing over them would take three launches, and tiles of one row would be mostly empty. Here
+each choice looks up its expert itself, and a token's choices are summed where they are computed. Tokens with the same
+expert each read it; if it is large, from memory. As in :mod:`..linear.triton_skinny_gemm`, STAGES − 1 tiles of weights
+are prefetched ahead of the one in use, across block boundaries; with PDL (programmatic dependent launch) the second
+kernel is already resident when the first ends.
 
 A choice without an expert adds nothing. Results are reproducible bit for bit.
 """

@@ -11,7 +11,7 @@ its own. Operands keep their dtype; accumulators are float32.
 R rows of widths D and F take 6RDF operations forward and 12RDF backward when gated. In elements, the minimum traffic is
 3EDF + 2RD + 2RF forward; unfused, the gather, the activation and the weighted sum add 4RD + 3RF. A tile does
 BM·BN / (BM + BN) operations per byte of L2 traffic in 2-byte dtypes: 85 at 128 × 256, 32 at 64 × 64. With R / E below
-some 200 rows, reading the weights (6EDF bytes) is the limit, and it is enough to have many tiles.
+about 200 rows, the bandwidth of reading the weights (6EDF bytes) is the limit, and it is enough to have many tiles.
 
 :mod:`colonnade.kernels.experts.triton_tile_schedule` defines the order of tiles. Rows past the last end are not
 written.

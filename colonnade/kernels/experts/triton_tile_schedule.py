@@ -1,10 +1,10 @@
 """Maps programs to tiles of the experts on the device, without synchronising on the experts' loads.
 
-Expert e has ceil(n_e / BM) · columns tiles, an idle one none. The host has only R = Σ n_e (or an upper bound) and E.
-It launches min(programs that fit on the GPU, (R // BM + min(E, R)) · columns) programs: always enough for every tile of
-rows, since Σ ceil(n_e / BM) ≤ (R − E′) // BM + E′ over the E′ experts that have rows. Program p computes tiles p,
-p + programs, p + 2·programs, … whichever expert they belong to, so a skewed load costs one partly filled tile per
-expert and nothing else.
+Expert e has ceil(n_e / BM) · columns tiles; an expert without rows has none. The host only knows R = Σ n_e (or an upper
+bound) and E. It launches min(programs that fit on the GPU, (R // BM + min(E, R)) · columns) programs: always enough for
+every tile of rows, since Σ ceil(n_e / BM) ≤ (R − E′) // BM + E′ over the E′ experts that have rows. Program p computes
+tiles p, p + programs, p + 2·programs, … of any expert, so a skewed load costs at most one partly filled tile per
+expert.
 
 With ONE_TOKEN all rows belong to one token. Its rows have distinct experts, so each row is a tile.
 

@@ -5,14 +5,14 @@
 Each output tile belongs to one program, which loops over all rows of its expert: no atomics, so results are
 reproducible bit for bit, and an expert without rows gets its zeros in the same pass. Operations: 2RDF per GEMM;
 traffic: the rows of p and q once per tile of columns and of rows (from the cache), and 2EDF bytes written. All tiles of
-an expert take the same time, n_e · BM · BN, so experts are processed in order of decreasing load: were the busiest of
-128 narrow experts last, its 48 tiles would leave most of the GPU idle.
+an expert take the same time, n_e · BM · BN, so experts are processed in order of decreasing load: if the busiest of 128
+narrow experts came last, its 48 tiles would leave most of the GPU idle.
 
 The summed dimension is ragged: the last step of an expert has fewer than BK rows. Only that step is masked. All others
 load BK rows without a mask, by TMA where the table selects it, and compute only addresses besides the tensor core
 instructions. A multiplication takes 1024 tensor core cycles for a step of 128 × 256 × 64, enough for some 500 other
-instructions of each of 8 warps: computing each row's token (choice // active, in 64 bits) in every step used all of
-them, so it is computed once, before.
+instructions of each of 8 warps: computing each row's token (choice // active, in 64 bits) in every step took as
+many, so it is computed once in advance.
 """
 
 from typing import NamedTuple

@@ -1,7 +1,7 @@
 """GPTQ within a block of columns (:mod:`~colonnade.kernels.linear.gptq_columns`) in one launch.
 
-Rows are independent: a program has some of them in registers and visits the columns in order. In plain torch a column
-takes about fifteen launches.
+Rows are independent: a program keeps some of them in registers and processes the columns in order. In plain torch a
+column takes about fifteen launches.
 """
 
 import torch

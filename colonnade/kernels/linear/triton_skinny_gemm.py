@@ -3,12 +3,13 @@
     y = act(W x̂) ⊙ (U x̂)   or   y = W x̂ + b,    + r         x̂ = x ⊙ g / √(mean(x²) + ε)   or   x
 
 Each weight is read once and multiplied with M rows in registers. Bandwidth depends on the bytes in flight: tiles of BN
-outputs × BK inputs are loaded to shared memory STAGES − 1 ahead of the one in use, and a persistent program goes from
-one block of outputs to the next without a pause, since both loops are one. Nothing is split between programs, and sums
-are in a fixed order, so results are reproducible bit for bit, and a row's do not depend on the other rows.
+outputs × BK inputs are loaded to shared memory STAGES − 1 ahead of the one in use, and a persistent program continues
+with the next block of outputs without draining this pipeline, since one loop covers all blocks. Nothing is split
+between programs, and sums are in a fixed order, so results are reproducible bit for bit, and a row's result does not
+depend on the other rows.
 
 The norm needs no separate launch or pass: its factor is one value per row, applied last, so squares are summed together
-with the products. Where STEPS is 1 all of x stays in registers.
+with the products. If STEPS is 1, all of x stays in registers.
 
 ``skinny_kernel`` is for weights of 8, 16 or 32 bits, ``skinny_int4_kernel`` for words of eight int4 values
 (:mod:`quantise`). A nibble q as bits 16 … 19 of the bit pattern of 128.0 makes 128 + q, and as bits 12 … 15 of that of

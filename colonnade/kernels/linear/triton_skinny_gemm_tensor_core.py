@@ -19,9 +19,9 @@ inputs of each group are in their own columns, with zeros elsewhere, so that sum
 and a group's s and m are applied once, to a sum. The lift of the nibbles is subtracted there too, with the sum of a
 group's inputs, which is a product with ones.
 
-A warp takes a part of the inputs (the batch of a 3-D product), not of the outputs. So 16 outputs are work for a whole
-SM, and where STEPS is 1 a warp's inputs stay in its registers from one block of outputs to the next. Nothing is split
-between programs, and sums are in a fixed order; a row's result does not depend on the other rows.
+A warp handles a part of the inputs (the batch of a 3-D product), not of the outputs. So 16 outputs occupy a whole SM,
+and if STEPS is 1, a warp's inputs stay in its registers from one block of outputs to the next. Nothing is split between
+programs, and sums are in a fixed order; a row's result does not depend on the other rows.
 """
 
 from typing import NamedTuple

@@ -1,6 +1,6 @@
 """A transducer's joint network on a GPU: tensor cores and chunks of cells.
 
-The same as :mod:`~colonnade.kernels.transducer.joint`, with two differences:
+Computes the same as :mod:`~colonnade.kernels.transducer.joint`, with two differences:
 
 **Tensor cores.** float32 operands are sums of bfloat16 parts, x = x₀ + x₁ + x₂ of 8 bits each, and a product is the sum
 of the products of parts i and j with i + j < n, in one GEMM whose inner dimension holds all pairs, summed in float32.
@@ -303,7 +303,7 @@ def scores(
 
 
 class _Live(NamedTuple):
-    """Cells that are not dead, in the order of the grid."""
+    """Cells with more than negligible posteriors, in the order of the grid."""
 
     place_M: Tensor
     index: Tensor

@@ -4,8 +4,8 @@ For a fixed number of labels u the forward recursion over frames is linear in lo
 
     α(t, u) = logaddexp(α(t−1, u) + ∅(t−1, u), b(t))        b(t) = α(t, u−1) + y(t, u−1)
 
-so it is an associative scan along t, and a program takes U + 1 scans instead of T + U anti-diagonals. β of a lattice
-is α of the lattice turned by 180 degrees, with the arcs of the cell itself: a second program an utterance.
+so it is an associative scan along t, and a program does U + 1 scans instead of T + U anti-diagonals. β of a lattice is
+α of the lattice rotated by 180 degrees, with the arcs of the cell itself; a second program per utterance computes it.
 
 Sums run in float64 as in :mod:`~colonnade.kernels.transducer.lattice`; only log(1 + exp(−|gap|)), which is at most
 log 2, is computed in float32.
@@ -55,7 +55,7 @@ def _recursions(blank_ptr, label_ptr, frames_ptr, labels_ptr, alpha_ptr, beta_pt
     column = tl.full((BLOCK,), float("-inf"), tl.float64)
     for j in range(labels + 1):
         u = tl.where(turned, labels - j, j)
-        # The arcs that enter a cell: in the turned lattice those that leave it.
+        # The arcs that enter a cell: in the rotated lattice those that leave it.
         blank_at = first + u * T + tl.where(turned, t, t - 1)
         label_at = first + tl.where(turned, u, u - 1) * T + t
         blank = tl.load(blank_ptr + blank_at, inside & (i > 0), float("-inf")).to(tl.float64)
