@@ -1,4 +1,4 @@
-// Numbers and structures that the kernels' arguments share. kernels/cpu/calls.py has the same ones.
+// Constants and structures shared by the kernels' arguments; kernels/cpu/calls.py mirrors them.
 
 #pragma once
 

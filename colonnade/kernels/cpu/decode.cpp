@@ -4,24 +4,25 @@
 //
 //     colonnade_run(calls, count, threads)     runs a list of calls, one after another, each on all threads
 //
-// A call is a kernel's number and its arguments. The list of a whole step runs as quickly as that of one kernel, so a
-// recorded step costs one call from Python (kernels/cpu/calls.py).
+// A call consists of a kernel's number and its arguments. A recorded step is one list, so it costs one call from Python
+// (kernels/cpu/calls.py).
 //
-//     linear.h                 norm, product, gate, bias and residual, of few rows
+//     linear.h                 norm, product, gate, bias and residual for few rows
 //     experts.h                router and mixture of experts
 //     paged_attention.h        attention to the paged KV cache
 //     latent_attention.h       queries, cache write and values of latent attention
 //     embedding_norm_rope.h    embedding; norm; RoPE and cache write
 //     skinny_gemm.h            products with weights stored by row; skinny_gemm_blocked.h: in blocks of 16 outputs
-//     dynamic_quantisation.h   rows of x in int8
-//     row_math.h               conversion, e^x, activations, sums and norms of rows
+//     dynamic_quantisation.h   quantisation of rows of x to int8
+//     row_math.h               conversion, exp, activations, sums and norms of rows
 //     simd.h, thread_pool.h    vectors; worker threads and barrier
 //
-// Numbers. Sums are in float32 and in an order that depends on the shape of one row only: neither on the number of
-// rows, nor on how they are cut into tiles, nor on the number of threads. So a row's bits do not depend on the others.
+// Numerics: sums are in float32, in an order that depends only on the shape of a row, not on the number of rows, their
+// division into tiles, or the number of threads. So a row's result does not depend, bitwise, on the other rows.
 // With quantised weights a row of x is quantised to int8, and products are exact sums of integers per group.
 //
-// Arguments are validated in Python; what changes between replays (tokens, slots, lengths, pages) is checked here.
+// Arguments are validated in Python; inputs that change between replays (tokens, slots, lengths, pages) are checked
+// here.
 
 #include <atomic>
 #include <cstdint>

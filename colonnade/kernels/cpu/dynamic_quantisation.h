@@ -1,4 +1,4 @@
-// Quantises rows of x to int8 for products with quantised weights, with a scale per group of inputs.
+// Quantises rows of x to int8 for products with quantised weights, one scale per group of inputs.
 //
 //     x ≈ z p,  z = max |x| / 127 in a group; int4 weights also need z Σ p
 //
@@ -17,7 +17,7 @@ namespace {
 
 constexpr int64_t X_GROUP = 32;  // inputs that share a scale when x is quantised for int8 weights
 
-// Rows of x as the products with weights stored by row read them.
+// Rows of x in the layout for weights stored by row.
 struct Rows {
     int64_t count, inputs, units, groups;
     const float* floats;  // (count, inputs rounded up to LANES), for plain weights
@@ -28,7 +28,7 @@ struct Rows {
     int64_t sum_stride;
 };
 
-// Rows of x as the products with weights in blocks read them: quantised, in their own order.
+// Quantised rows of x in the layout for weights stored in blocks.
 struct BlockRows {
     int64_t count, stride, groups;
     const int8_t* bytes;    // (count, stride): padded with zeros to whole groups

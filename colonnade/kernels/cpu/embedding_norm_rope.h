@@ -13,7 +13,7 @@
 
 namespace {
 
-// y = table[tokens] (+ residual), plain rows, or int8 with their scales.
+// y = table[tokens] (+ residual); the table has plain rows, or int8 rows with scales.
 struct Embedding {
     const int64_t* tokens;
     Matrix table;
@@ -94,7 +94,7 @@ struct Rotation {
     }
 };
 
-// y = x turned by one token's factors; pairs are (i, i + width / 2).
+// y = x rotated by one token's factors; pairs are (i, i + width / 2).
 inline void rotate_row(const float* x, const float* own, const float* other, int64_t width, float* y) {
     const int64_t half = width / 2;
     for (int64_t j = 0; j < half; j++) {

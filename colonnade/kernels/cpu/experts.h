@@ -1,9 +1,9 @@
-// A mixture of experts: norm, router, the chosen experts, and their sum on the residual stream.
+// A mixture of experts: norm, router, selected experts, and their weighted sum added to the residual stream.
 //
 //     l = W_r norm(x) + b        i = the A highest l        w = softmax(l)_i [/ Σ] · scale        y = x + Σ_j w_j E_{i_j}(norm(x))
 //
-// Choices are sorted by expert, so that rows with the same expert are multiplied together. Products are those of Linear,
-// so a row's bits do not depend on the others.
+// Choices are sorted by expert, so that rows with the same expert are multiplied together. The products are those of
+// Linear, so a row's result does not depend, bitwise, on the other rows.
 
 #pragma once
 
@@ -18,7 +18,7 @@
 
 namespace {
 
-thread_local Scratch expert_scratch;  // Linear uses the other one
+thread_local Scratch expert_scratch;  // Linear uses its own
 
 struct ExpertMatrices {
     Matrix first;  // of expert 0
@@ -43,15 +43,15 @@ struct Experts {
     Matrix router;  // plain, (experts, width)
     ExpertMatrices up, gate, down;
     void *normed, *hidden, *outputs;  // (rows, width), (choices, hidden units), (choices, width); choices = rows · active
-    int32_t *ids, *places;            // by choice: its expert, and its place among the sorted choices
-    float* shares;                    // by choice: w
+    int32_t *ids, *places;            // per choice: its expert, and its position among the sorted choices
+    float* shares;                    // per choice: w
     int64_t rows, active, normalise, activation, dtype;
     double scale;
 
     static constexpr int PHASES = 4;
 
     void run(int phase, int thread, int threads, std::atomic<int64_t>& error) const {
-        // After a failed allocation, the numbers of the phase before are not there.
+        // After a failed allocation, the results of the previous phase do not exist.
         if (phase > 0 && error.load() == NO_MEMORY) return;
         const Share mine = share(rows, 1, thread, threads);
         if (phase == 0) {

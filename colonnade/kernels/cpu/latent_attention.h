@@ -1,6 +1,6 @@
-// Latent attention in its absorbed form (colonnade/model/attention.py): what comes before and after the paged attention.
+// Multi-head latent attention, absorbed (colonnade/model/attention.py): the steps before and after paged attention.
 //
-//     cache[slot] = [norm(c); rot(r)]          one vector a token, key of all heads; its beginning is their value
+//     cache[slot] = [norm(c); rot(r)]          one vector per token: the key of all heads; its first elements are their value
 //     q'_n = [W_up,nᵀ q_n; rot(p_n)] · factor  the query of head n for that key
 //     y_n = W_v,n o_n                          from the weighted sum of vectors c to the values of head n
 //
@@ -79,7 +79,7 @@ struct LatentQueries {
         }
     }
 
-    // Elements [to, to + rope) of y: those [from, …) of x, turned by token t's factors; in the scratch that is left.
+    // Writes x[from, …), rotated by token t's factors, to y[to, to + rope); uses the remaining scratch memory.
     void turn_row(const void* x, int64_t from, int64_t t, float times, void* y, int64_t to) const {
         const Dtype type = Dtype(dtype);
         float* const straight = scratch.take<float>(rope);
@@ -94,7 +94,7 @@ struct LatentQueries {
         write_row(y, type, to, rope, turned);
     }
 
-    // Some columns of W_upᵀ q, of some rows: four rows of W_up at a time, added in their order.
+    // Computes some columns of W_upᵀ q for some rows: four rows of W_up at a time, added in order.
     template <typename T> void absorb(int64_t head, Share columns, Share some) const {
         const Dtype type = Dtype(dtype);
         const int64_t count = columns.end - columns.begin, padded = round_up(count, LANES), n = some.end - some.begin;

@@ -1,4 +1,4 @@
-// A linear layer on few rows: norm, product (gated, as in SwiGLU), bias, activation and residual in one kernel.
+// A linear layer for few rows: norm, product (gated, as in SwiGLU), bias, activation and residual in one kernel.
 
 #pragma once
 
@@ -16,8 +16,8 @@
 
 namespace {
 
-constexpr int64_t PANEL = 64;            // rows of x that are prepared at once
-constexpr int64_t PIECE_BYTES = 1 << 16;  // of a large weight that a thread takes at once
+constexpr int64_t PANEL = 64;            // rows of x that are prepared at a time
+constexpr int64_t PIECE_BYTES = 1 << 16;  // piece of a large weight that a thread takes at a time
 
 // y = W x̂ + b (+ residual), or y = act(G x̂ + c) ⊙ (W x̂ + b), or y = act(W x̂ + b); x̂ is x or norm(x).
 struct Linear {
@@ -28,8 +28,8 @@ struct Linear {
     Matrix weight, gate;
     int64_t rows, x_stride, dtype, activation;
 
-    // Few rows are cut by outputs, and each thread prepares all of them for itself, which costs less than waiting for
-    // another thread. Many rows are cut by rows. `taken` is the counter of a Queue; it must be 0 at first.
+    // With few rows, threads divide the outputs, and each thread prepares all rows for itself, which costs less than a
+    // barrier. With many, threads divide the rows. `taken` is the counter of a Queue; it must be 0 at the start.
     void run(int, int thread, int threads, std::atomic<int64_t>&, std::atomic<int64_t>* taken = nullptr) const {
         const bool by_rows = cut_by_rows(threads);
         const Share mine = by_rows ? share(rows, 4, thread, threads) : Share{0, rows};
@@ -47,7 +47,7 @@ struct Linear {
     // Each thread's share of the outputs is a multiple of this.
     int64_t step() const { return weight.kind >= INT8_BLOCKS ? BLOCK : 4; }
 
-    // The outputs, cut by threads. Those of large weights are taken in pieces of about PIECE_BYTES.
+    // Threads divide the outputs; those of large weights are taken in pieces of about PIECE_BYTES.
     Queue queue(int thread, int threads, std::atomic<int64_t>* taken) const {
         const int64_t bytes = row_bytes(weight, Dtype(dtype)) * (gate.values == nullptr ? 1 : 2);
         const bool large = threads > 1 && rows <= PANEL && weight.outputs * bytes >= 4 * PIECE_BYTES * threads;
@@ -99,7 +99,7 @@ struct Linear {
         const Dtype type = Dtype(dtype);
         const int64_t count = part.end - part.begin;
         const bool plain = weight.kind == PLAIN, int4 = weight.kind == INT4;
-        // Rows that need neither a norm nor another dtype nor padding are read where they are.
+        // Rows that need no norm, conversion or padding are read in place.
         const bool as_is = plain && type == FLOAT32 && norm.weight == nullptr && weight.inputs % LANES == 0;
         Rows x_rows{};
         x_rows.count = count;
@@ -145,7 +145,7 @@ struct Linear {
         }
     }
 
-    // Requests the first weights that this thread will read in run().
+    // Prefetches the first weights that this thread will read in run().
     PREFETCHING void announce(int thread, int threads, std::atomic<int64_t>* taken) const {
         const Share mine = cut_by_rows(threads) ? Share{0, weight.outputs} : queue(thread, threads, taken).own();
         const int64_t bytes = row_bytes(weight, Dtype(dtype)), left = (mine.end - mine.begin) * bytes;

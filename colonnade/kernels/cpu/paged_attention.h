@@ -2,9 +2,9 @@
 //
 // A task is SPLIT keys of one row and one key/value head, with the query heads that share it: all of them, or a part if
 // there are fewer tasks than threads could use. Rows with more keys merge the tasks' softmax states in the second phase.
-// Tasks begin at multiples of SPLIT, so a row's bits depend neither on the batch nor on the threads.
+// Tasks begin at multiples of SPLIT, so a row's result depends, bitwise, neither on the batch nor on the threads.
 //
-// A thread's tasks of the same keys run together, so that it reads memory in order: on one core of an AMD EPYC, reading
+// A thread runs its tasks on the same keys together, so that it reads memory in order: on one core of an AMD EPYC, reading
 // 256 of each 768 bytes three times is four times as slow as reading all of them once.
 //
 // Latent attention has one key head, and a value is the first value_width elements of its key (latent_attention.h).
@@ -23,9 +23,9 @@
 
 namespace {
 
-constexpr int64_t KEYS_AHEAD = 24;   // keys or values between those that are read and those that are requested
-constexpr int64_t SPLIT = 256;       // keys of one task of attention
-constexpr int64_t ROW_BYTES = 4096;  // of the heads of a key that are read together, at most
+constexpr int64_t KEYS_AHEAD = 24;   // prefetch distance in keys or values
+constexpr int64_t SPLIT = 256;       // keys per task
+constexpr int64_t ROW_BYTES = 4096;  // maximum bytes of a key's heads that are read together
 
 struct Attention {
     const void *q, *keys, *values;    // (rows, heads, width); (pages, page_tokens, kv_heads, width)
@@ -37,7 +37,7 @@ struct Attention {
 
     static constexpr int PHASES = 2;
 
-    // Keys [begin, end) that a row sees, and its request; an invalid row sees none.
+    // The keys [begin, end) that a row attends to, and its request; none for an invalid row.
     struct Seen {
         int64_t request, begin, end;
         int64_t first() const { return begin / SPLIT; }
@@ -88,7 +88,7 @@ struct Attention {
                     write_row(out, Dtype(dtype), t * heads * value_width + i, 1, &nothing);
                 }
             }
-            // Tasks of a split follow each other, and a thread's are one: query heads [h, h + count).
+            // The tasks of a split are consecutive, and a thread merges its own into one: query heads [h, h + count).
             for (int64_t s = 0; s < row.splits(); s++, task += kv_heads * parts) {
                 const int64_t begin = mine.begin > task ? mine.begin - task : 0;
                 const int64_t end = mine.end - task < kv_heads * parts ? mine.end - task : kv_heads * parts;
@@ -155,8 +155,8 @@ struct Attention {
         }
         const T *const all_keys = static_cast<const T*>(keys), *const all_values = static_cast<const T*>(values);
         const int64_t row_bytes = heads_read * width * int64_t(sizeof(T));
-        // Requests the next cache lines of the keys, and then of the values, which a latent has not: as many in each
-        // step, since more at once would wait for each other.
+        // Prefetches the next cache lines of the keys and then of the values (latents have no separate values), equally
+        // many in each step, since larger bursts would stall.
         const int64_t last = keys == values ? count : 2 * count;
         const int64_t row_lines = ceil_div(row_bytes, 64), each = ceil_div(LANES * row_lines, some.count);
         int64_t ahead = 0, line = 0;
@@ -172,7 +172,7 @@ struct Attention {
         };
         request(KEYS_AHEAD * row_lines);
         for (int64_t i = 0; i < count; i += LANES) {
-            const T* near[LANES];  // behind the last key, it is repeated
+            const T* near[LANES];  // after the last key, the last one is repeated
             for (int64_t n = 0; n < LANES; n++) near[n] = all_keys + at[i + n < count ? i + n : count - 1];
             for (int64_t g = 0; g < some.count; g++) {
                 request(each);

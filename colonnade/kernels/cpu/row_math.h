@@ -1,6 +1,6 @@
 // Arithmetic on rows of float32 or bfloat16: conversion, e^x, activations, sums, dot products, RMSNorm and LayerNorm.
 //
-// Sums are in float32, in an order that depends on the length of the row only.
+// Sums are in float32, in an order that depends only on the length of the row.
 
 #pragma once
 
@@ -89,7 +89,7 @@ inline float element(const void* x, Dtype dtype, int64_t i) {
     return dtype == FLOAT32 ? static_cast<const float*>(x)[i] : to_float(static_cast<const uint16_t*>(x)[i]);
 }
 
-// The largest of x, of which NaN may be ignored.
+// The largest element of x; NaN may be ignored.
 inline float largest(const float* x, int64_t count) {
     float y = x[0];
     int64_t i = 0;

@@ -175,7 +175,7 @@ inline Floats high_halves(Bytes x) {
 
 constexpr int64_t UNIT = 4 * LANES;  // bytes in a vector
 
-// The first `count` elements of a vector, and zeros: nothing behind them is read.
+// The first `count` elements of a vector, and zeros; nothing after them is read.
 template <typename T> inline Floats load_part(const T* p, int64_t count) {
     T values[LANES] = {};
     for (int64_t i = 0; i < count; i++) values[i] = p[i];
@@ -207,10 +207,10 @@ inline Bytes load_bytes_part(const void* p, int64_t count) {
 }
 #endif
 
-// Functions that only request memory must be inlined: gcc takes a call of one for a call without effect, and drops it.
+// Functions that only prefetch must be inlined: gcc treats a call of one as having no effect, and removes it.
 #define PREFETCHING __attribute__((always_inline))
 
-// Requests `bytes` of memory that are read later, to the L1 cache.
+// Prefetches `bytes` of memory to the L1 cache.
 PREFETCHING inline void prefetch(const void* p, int64_t bytes) {
     for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(static_cast<const char*>(p) + i);
 }

@@ -1,6 +1,6 @@
 // Worker threads: the pool, the barrier between kernels, each thread's share of the work, and its scratch memory.
 //
-// A step of a small model has hundreds of barriers, so that threads spin for SPIN before they sleep.
+// A step of a small model has hundreds of barriers, so threads spin for SPIN before they sleep.
 
 #pragma once
 
@@ -75,7 +75,7 @@ class Barrier {
     std::atomic<int64_t>& taken() { return taken_; }
 
   private:
-    alignas(64) std::atomic<int64_t> taken_{0};  // apart from what waiting threads read
+    alignas(64) std::atomic<int64_t> taken_{0};  // on a different cache line than the variables that waiting threads read
     alignas(64) std::atomic<int> arrived_{0};
     Counter passed_;
 };
@@ -100,7 +100,7 @@ class Pool {
             started_.advance();
         }
         job.run(job.argument, 0, job.threads, barrier_);
-        // All workers acknowledge a job, also those that it does not use, before job_ may change.
+        // All workers acknowledge a job, including those that it does not use, before job_ may change.
         if (job.threads > 1) {
             while (true) {
                 const uint32_t now = finished_.value();
@@ -147,7 +147,7 @@ struct Share {
     int64_t begin, end;
 };
 
-// The part of `count` items of one thread, in whole steps.
+// One thread's part of `count` items, in whole steps.
 inline Share share(int64_t count, int64_t step, int thread, int threads) {
     const int64_t steps = ceil_div(count, step);
     const int64_t begin = steps * thread / threads * step, end = steps * (thread + 1) / threads * step;
@@ -157,11 +157,11 @@ inline Share share(int64_t count, int64_t step, int thread, int threads) {
 // Items that threads divide among themselves: 3/4 of them in equal shares, and the rest in pieces, first come, first
 // served.
 //
-// Equal shares take unequal times, since memory serves cores unequally and other processes use them: on 16 cores of a
-// shared machine, threads waited for the slowest for 30 to 40% of a step.
+// Equal shares take unequal time, because cores have unequal memory bandwidth and other processes use some of them: on 16
+// cores of a shared machine, threads waited for the slowest one for 30 to 40% of a step.
 class Queue {
   public:
-    // `taken` counts the items that were taken of what is left; without it the shares are all there is. `step` items
+    // `taken` counts the items taken from the rest; without it all items are in the equal shares. `step` items
     // belong together; `piece` is a multiple of them.
     Queue(int64_t count, int64_t step, int64_t piece, int thread, int threads, std::atomic<int64_t>* taken)
         : count_(count), piece_(piece), taken_(taken), own_(share(count, step, thread, threads)) {
@@ -172,7 +172,7 @@ class Queue {
     }
     Share own() const { return own_; }
     bool empty() const { return taken_ == nullptr && own_.begin == own_.end; }
-    // Takes the next piece; false if nothing is left. The first is this thread's share.
+    // Takes the next piece, the first time this thread's equal share; false if nothing is left.
     bool next(Share& part) {
         if (first_) {
             first_ = false;
