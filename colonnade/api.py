@@ -101,7 +101,9 @@ class Model:
     def tokenizer(self) -> Tokenizer:
         """The tokenizer; raises :class:`CheckpointError` for a model without one."""
         if self._tokenizer is None:
-            raise CheckpointError(f"{self.source} has no tokenizer; put its tokenizer.json beside the weights")
+            raise CheckpointError(
+                f"{self.source} has no tokenizer; put its tokenizer.json into the folder of the weights"
+            )
         return self._tokenizer
 
     @torch.no_grad()

@@ -153,7 +153,9 @@ def prepare_save(
     if optimizer is not None:
         meta = meta.replace(updates=optimizer.steps)
         if optimizer.steps > meta.step:
-            raise CheckpointError(f"the optimizer took {optimizer.steps} steps, the checkpoint would say {meta.step}")
+            raise CheckpointError(
+                f"the optimizer took {optimizer.steps} steps, the checkpoint would record step {meta.step}"
+            )
 
     def write_metadata(partial: Path) -> None:
         atomic_folder.write_json(partial / META, meta.model_dump(mode="json"))

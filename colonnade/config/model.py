@@ -230,17 +230,17 @@ class ModelConfig(Config):
     def _validate_task_head(self) -> None:
         if self.causal and self.task_head != "unembed":
             raise ConfigError(
-                f"causal = True and task_head = '{self.task_head}' do not go together; a causal model needs task_head "
+                f"causal = True and task_head = '{self.task_head}' cannot be combined; a causal model needs task_head "
                 "'unembed'"
             )
         if not self.causal and self.window is not None:
             raise ConfigError(
-                f"causal = False and window = {self.window} do not go together: a window in both directions is "
+                f"causal = False and window = {self.window} cannot be combined: a window in both directions is "
                 "not implemented; remove the window if your sequences are no longer than it, or set causal to true"
             )
         if bool(self.classes) != (self.task_head == "classes"):
             raise ConfigError(
-                f"task_head = '{self.task_head}' and classes = {self.classes} do not go together; set both or neither"
+                f"task_head = '{self.task_head}' and classes = {self.classes} cannot be combined; set both or neither"
             )
         if not self.tied and self.task_head in ("encoder", "classes", "spans"):
             raise ConfigError(f"task_head = '{self.task_head}' has no output projection to untie; set tied to true")

@@ -178,9 +178,7 @@ class Plan(Config):
                         "replicate"
                     )
         if model.moe is None and self.ep * self.etp > 1:
-            raise PlanError(
-                f"ep={self.ep} and etp={self.etp} distribute experts, and this model has none; leave them at 1"
-            )
+            raise PlanError(f"ep={self.ep} and etp={self.etp} distribute experts, and this model has none; omit both")
         if model.moe is None and (setting := self._expert_setting):
             raise PlanError(f"plan.{setting} applies to experts, and this model has none; remove it")
         if model.moe is not None:

@@ -193,7 +193,7 @@ class ServeConfig(Config):
     def _check_adapters(self) -> "ServeConfig":
         names = [_name_and_path(each)[0] for each in self.adapters]
         if twice := next((name for name in names if names.count(name) > 1), None):
-            raise ConfigError(f"serve.adapters has two called '{twice}'; give each a unique name")
+            raise ConfigError(f"serve.adapters has two adapters called '{twice}'; use unique names")
         if self.adapters and self.batch_invariant:
             raise ConfigError(
                 "serve.adapters and serve.batch_invariant are mutually exclusive: an adapter's products depend on "

@@ -251,10 +251,10 @@ def _check_settings(
     separator: str | None,
 ) -> None:
     if tokenizer is not None and wordpiece:
-        raise ConfigError("--wordpiece trains a vocabulary, but a tokenizer is given; remove one of them")
+        raise ConfigError("--wordpiece trains a vocabulary, but a tokenizer is specified; remove one of them")
     if tokenizer is not None and vocab_size is not None:
         raise ConfigError(
-            f"--vocab_size {vocab_size} is for training a vocabulary, but --tokenizer is given; remove one of them"
+            f"--vocab_size {vocab_size} is for training a vocabulary, but --tokenizer is set; remove one of them"
         )
     if vocab_size is not None and not 0 < vocab_size <= MAX_DIM:
         raise ConfigError(f"--vocab_size {vocab_size} is not from 1 to {MAX_DIM}; 8192 is usual for a small corpus")

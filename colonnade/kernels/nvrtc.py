@@ -70,7 +70,7 @@ def _write_cache(path: Path, binary: bytes) -> None:
             file.write(hashlib.sha256(binary).digest() + binary)
         Path(file.name).replace(path)
     except OSError as error:
-        log.warning("compiled kernels are not kept: %s", error)
+        log.warning("compiled kernels are not cached: %s", error)
 
 
 def _nvrtc() -> Any:

@@ -152,7 +152,6 @@ def model_names(sources: Sequence[str], chosen: str | None) -> list[str]:
             first = sources[names.index(name)]
             example = ",".join(f"{each or 'model'}-{number}" for number, each in enumerate(names, 1))
             raise ConfigError(
-                f"{first} and {sources[i]} would both be called '{name}'; give each model a name: "
-                f"--serve.model_name {example}"
+                f"{first} and {sources[i]} would both be called '{name}'; name each model: --serve.model_name {example}"
             )
     return names

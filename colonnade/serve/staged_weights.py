@@ -52,7 +52,7 @@ def check_replacement(path: str | Path, model: Transformer, tokenizer: Tokenizer
     found = Tokenizer.from_model(opened.tokenizer_source)
     if found is None:
         raise CheckpointError(
-            f"{opened.path} has no tokenizer to compare with the served model's; put its tokenizer.json beside it"
+            f"{opened.path} has no tokenizer to compare with the served model's; add its tokenizer.json"
         )
     if found.fingerprint != tokenizer.fingerprint:
         raise _differs(opened, "tokenizer", f"sha256 {tokenizer.fingerprint[:16]}", f"sha256 {found.fingerprint[:16]}")

@@ -92,12 +92,12 @@ class Fusion(NamedTuple):
         valid = min(shares) >= 0 and abs(sum(shares) - 1) < 1e-6
         if not self.models or len(self.shares) not in (0, len(self.models)) or not valid:
             raise ConfigError(
-                f"{len(self.models)} language models with the shares {self.shares}; give a share for each, not below "
-                "0, with the sum 1"
+                f"{len(self.models)} language models with the shares {self.shares}; pass one share "
+                "per model, each at least 0, with the sum 1"
             )
         if not (0 <= self.weight < math.inf and math.isfinite(self.bonus)):
             raise ConfigError(
-                f"weight {self.weight} and bonus {self.bonus}; give finite numbers, the weight not below 0"
+                f"weight {self.weight} and bonus {self.bonus}; pass finite numbers, and a weight of at least 0"
             )
 
     def logprobs(self, contexts: Sequence[tuple[int, ...]]) -> Tensor:

@@ -190,7 +190,7 @@ class ExampleFeed:
         self.samples, every = loader(examples), run.train.eval_every
         if every and not len(held_out):
             raise DataError(
-                f"train.eval_every is {every}, and no examples are held out; give some as held_out, or leave it out"
+                f"train.eval_every is {every}, and no examples are held out; pass held_out, or omit train.eval_every"
             )
         self.no_validation_reason = "no examples are held out" if every is None and not len(held_out) else None
         self.eval_every = 0 if self.no_validation_reason else EVAL_EVERY if every is None else every
@@ -214,11 +214,13 @@ def check_examples(
         raise DataError(f"{len(examples)} {what}s are not whole questions of {choices} choices")
     for number, (tokens, label, segments, end) in enumerate(examples):
         if not 0 < len(tokens) <= longest:
-            raise DataError(f"{what} {number} has {len(tokens)} tokens; give 1 to {longest}; truncate longer texts")
+            raise DataError(
+                f"{what} {number} has {len(tokens)} tokens; each needs 1 to {longest}; truncate longer texts"
+            )
         if model.task_head == "spans":
             if end is None or len(tokens) < 2 or not 0 <= label <= end < len(tokens):
                 raise DataError(
-                    f"{what} {number} has the answer {label} to {end} in {len(tokens)} tokens; give its first and last "
+                    f"{what} {number} has the answer {label} to {end} in {len(tokens)} tokens; pass its first and last "
                     "token"
                 )
         elif choices > 1 and not (0 <= label < choices if number % choices == 0 else label == IGNORE):
@@ -236,11 +238,13 @@ def check_examples(
         if segments is None:
             continue
         if len(segments) != len(tokens):
-            raise DataError(f"{what} {number} has {len(segments)} segments for {len(tokens)} tokens; give one for each")
+            raise DataError(
+                f"{what} {number} has {len(segments)} segments for {len(tokens)} tokens; pass one per token"
+            )
         if not (min(segments) >= 0 and max(segments) < max(model.segments, 1)):
             raise DataError(
-                f"{what} {number} has segments from {min(segments)} to {max(segments)}, and the model knows "
-                f"{model.segments}; use 0 to {max(model.segments, 1) - 1}, or leave segments out"
+                f"{what} {number} has segments from {min(segments)} to {max(segments)}, and the model has "
+                f"{model.segments}; use 0 to {max(model.segments, 1) - 1}, or omit the segments"
             )
 
 
@@ -253,7 +257,7 @@ def check_settings(run: RunConfig) -> bool:
     if run.plan.cp > 1 and (model.task_head == "spans" or model.classes == 1):
         raise ConfigError(
             f"plan.cp is {run.plan.cp}, and the choices of a question, or the tokens of an answer, are compared within "
-            "one rank; leave it out"
+            "one rank; omit plan.cp"
         )
     if model.task_head not in ("classes", "spans"):
         raise ConfigError(
@@ -264,12 +268,13 @@ def check_settings(run: RunConfig) -> bool:
     for name in ("path", "separate_documents", "mask_share", "mask_ngram", "short_seq_prob"):
         if (value := getattr(run.data, name)) != (default := getattr(defaults, name)):
             raise ConfigError(
-                f"data.{name} is {value}, and applies to text: fine-tuning uses examples; leave it at {default}"
+                f"data.{name} is {value}, and applies to text: fine-tuning uses examples; omit it (the default is "
+                f"{default})"
             )
     if run.distill.teacher and (model.task_head == "spans" or model.classes == 1):
         raise ConfigError(
-            f"distill.teacher is {run.distill.teacher}, and distillation compares classes, not spans or choices; leave "
-            "it out"
+            f"distill.teacher is {run.distill.teacher}, and distillation compares classes, not spans or choices; "
+            "omit distill.teacher"
         )
     if model.moe is not None and model.moe.router.kind == "task":
         raise ConfigError("router 'task' needs the task of each token, and examples have none; use another router")
@@ -278,8 +283,8 @@ def check_settings(run: RunConfig) -> bool:
     reasons = [name for name, applies in needs_fixed_shape.items() if applies]
     if reasons and model.moe is not None:
         raise ConfigError(
-            f"{reasons[0]} needs micro-batches of one shape, and experts would be balanced over the padding; leave "
-            "it out, or fine-tune a dense model"
+            f"{reasons[0]} needs micro-batches of one shape, and experts would be balanced over the padding; "
+            f"omit {reasons[0]}, or fine-tune a dense model"
         )
     return bool(reasons)
 
@@ -328,10 +333,10 @@ def example_feed(
     """The data feed of such a run; raises as :func:`fit`."""
     check_settings(run)
     if not examples:
-        raise DataError("there are no examples; give at least one")
+        raise DataError("there are no examples; pass at least one")
     if class_names and len(class_names) != run.model.classes:
         raise ConfigError(
-            f"{len(class_names)} class names were given for {run.model.classes} classes; give one for each"
+            f"{len(class_names)} class names were given for {run.model.classes} classes; pass one name per class"
         )
     check_examples(examples, run.model, run.data.sequence, choices=choices)
     check_examples(held_out, run.model, run.data.sequence, "held-out example", choices)
@@ -345,7 +350,7 @@ def accuracy(model: Transformer, examples: Sequence[Example], at_once: int = 32)
     Raises :class:`DataError` without examples, and for examples that the model does not support.
     """
     if not examples:
-        raise DataError("there are no examples; give at least one")
+        raise DataError("there are no examples; pass at least one")
     check_examples(examples, model.config, model.config.context)
     correct = 0
     for i in range(0, len(examples), at_once):

@@ -71,7 +71,7 @@ def finetune_encoder(settings: EncoderTuning, report: Callable[[str], None] = la
     if opened.config.causal:
         raise ConfigError(f"{settings.model} is a decoder; --method {settings.method} is for encoders such as BERT")
     if (tokenizer := Tokenizer.from_model(opened.tokenizer_source)) is None:
-        raise DataError(f"{settings.model} has no tokenizer; put its tokenizer.json beside the weights")
+        raise DataError(f"{settings.model} has no tokenizer; put its tokenizer.json into the folder of the weights")
     longest = settings.sequence or min(512, opened.config.context)
     if longest > opened.config.context:
         raise ConfigError(f"--sequence {longest} is more than the encoder's context of {opened.config.context}")

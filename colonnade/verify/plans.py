@@ -56,7 +56,7 @@ def _with_experts(plan: Plan) -> Iterator[Plan]:
                         "hierarchical_a2a_size": node_size,
                         "shadows": shadow,
                     }
-                    with suppress(PlanError):  # some do not go together
+                    with suppress(PlanError):  # some cannot be combined
                         yield plan.replace(**laid)
 
 

@@ -271,8 +271,8 @@ def test_unsupported_bert_configs_are_refused(changes: dict[str, Any], message: 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"causal": True}, "causal = True and task_head = 'pretraining' do not go together"),
-        ({"window": 5}, "causal = False and window = 5 do not go together"),
+        ({"causal": True}, "causal = True and task_head = 'pretraining' cannot be combined"),
+        ({"window": 5}, "causal = False and window = 5 cannot be combined"),
         ({"task_head": "classes"}, "task_head = 'classes' and classes = 0"),
         ({"classes": 3}, "task_head = 'pretraining' and classes = 3"),
         ({"task_head": "spans", "tied": False}, "no output projection to untie"),

@@ -277,7 +277,7 @@ def test_bad_examples_are_refused(tmp_path: Path) -> None:
     for wrong, message in (
         ([], "no examples"),
         ([Example([1], 0), Example([1], 3)], "example 1 has the label 3, and there are 3 classes"),
-        ([Example([1] * 33, 0)], "example 0 has 33 tokens; give 1 to 32"),
+        ([Example([1] * 33, 0)], "example 0 has 33 tokens; each needs 1 to 32"),
         ([Example([], 0)], "example 0 has 0 tokens"),
         ([Example([1, 67], 0)], "example 0 has tokens from 1 to 67, and the vocabulary is 0 to 66"),
         ([Example([1, 2], 0, [0])], "example 0 has 1 segments for 2 tokens"),

@@ -647,7 +647,7 @@ def test_a_run_that_cannot_start_prints_no_plan(
         (line,) = capsys.readouterr().err.splitlines()
         assert message in line
     main(["train", "--data.path", str(tmp_path / "nowhere"), "--dry_run"])
-    assert "nowhere is not a corpus yet: using the model's own vocabulary" in capsys.readouterr().err
+    assert "nowhere is not built yet: using the model's vocabulary" in capsys.readouterr().err
     output = error_of(capsys, "train", "--preset", "tour-moe", "--model.moe.router.kind", "swich", "--dry_run")
     assert "there is no router 'swich'" in output and "switch" in output
 

@@ -120,7 +120,7 @@ def test_malicious_headers_are_refused(contents: bytes, message: str, tmp_path: 
     ("keys", "message"),
     [
         ({"expert_count": 8}, r"sets 'llama\.expert_count' to 8: this is not implemented for this family"),
-        ({"attn_temperature": 0.0}, r"sets 'llama\.attn_temperature' to 0\.0: Colonnade does not know this key"),
+        ({"attn_temperature": 0.0}, r"sets 'llama\.attn_temperature' to 0\.0: Colonnade does not support this key"),
         ({"attention.causal": 1}, "true or false was expected"),
         ({"attention.causal": False, "attention.sliding_window": 4}, "causal = False and window = 4"),
         ({"final_logit_softcapping": 30.0}, "this is not implemented"),

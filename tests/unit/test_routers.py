@@ -495,7 +495,7 @@ def test_invalid_router_output_is_reported():
 def test_sequence_router_requires_sequences(kind):
     moe = moe_of(kind)
     x_TD, tokens_T, index_T, units = tokens()
-    with pytest.raises(ConfigError, match=f"decides once for a {kind}, but the stream does not say"):
+    with pytest.raises(ConfigError, match=f"selects experts once per {kind}, but the stream does not assign"):
         router_of(moe)(x_TD, tokens_T, index_T, None)
     if kind == "task":
         few = moe_of("task", tasks=2)

@@ -257,7 +257,7 @@ def _pre_tokenizer(parts: Mapping[str, Any]) -> str:
         if _comparable(json.loads(probe.to_str())["pre_tokenizer"]) == wanted:
             return name
     raise ConfigError(
-        f"llama.cpp has no name for the tokenizer's pre-tokenization; it knows {', '.join(PRE_TOKENIZERS)}; "
+        f"llama.cpp has no name for the tokenizer's pre-tokenization; it supports {', '.join(PRE_TOKENIZERS)}; "
         "write --format hf"
     )
 

@@ -149,7 +149,7 @@ class StrictKeys:
             if name in self.unsupported:
                 self.must_be(name, self.unsupported[name], "this is not implemented for this family")
             else:
-                raise self.refuse(name, f"Colonnade does not know this key; {self.remedy}")
+                raise self.refuse(name, f"Colonnade does not support this key; {self.remedy}")
 
 
 class ConfigKeys(StrictKeys):

@@ -58,7 +58,7 @@ class FusedExpertsNetwork(nn.Module):
                 "change hidden_size_per_expert"
             )
         if activation_fn is not None and activation_fn_with_self is not None:
-            raise ConfigError("activation_fn and activation_fn_with_self are both given; keep one of them")
+            raise ConfigError("activation_fn and activation_fn_with_self are both set; pass only one")
         self.model_dim, self.output_dim = model_dim, output_dim or model_dim
         self.hidden_size_per_expert = hidden_size_per_expert
         self.hidden_size = hidden_size_per_expert // sharded_count

@@ -31,7 +31,7 @@ MIN_PARTS = 4
 def source_files(sources: Sequence[Source], recipe: Recipe, tasks: str | None) -> list[tuple[Source, File]]:
     """The source files with their properties, without those of dropped sources, ordered by name and size."""
     if not sources:
-        raise DataError("no source given; pass files or folders")
+        raise DataError("no source; pass files or folders")
     if tasks not in (None, "source") and not tasks.startswith("field:"):
         raise ConfigError(f"--tasks {tasks} is neither source nor field:NAME; use one of them, or remove it")
     found: list[tuple[Source, File]] = []

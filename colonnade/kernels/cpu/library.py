@@ -81,7 +81,7 @@ def best_instruction_set(cpuinfo: Path) -> str:
     try:
         lines = cpuinfo.read_text().splitlines()
     except OSError as error:
-        raise BuildError(f"the processor is not known: {error}") from None
+        raise BuildError(f"the processor's features cannot be read: {error}") from None
     flags = set(next((line.partition(":")[2] for line in lines if line.startswith("flags")), "").split())
     for name, needed in CPU_FLAGS.items():
         if needed <= flags:
@@ -150,7 +150,7 @@ def _compiled(instruction_set: str, folder: Path) -> Path:
             path = _compile(compiler, options, Path(tempfile.mkdtemp(prefix="colonnade-")) / name)
         except OSError as other:  # as in a container that may not write
             raise BuildError(f"there is no folder to compile in ({error}; {other})") from None
-        log.warning("compiled kernels are not kept: %s", error)
+        log.warning("compiled kernels are not cached: %s", error)
     return path
 
 

@@ -62,7 +62,7 @@ def _groups(inputs: RouterInput) -> TokenGroups:
         kind = inputs.moe.router.kind
         remedy = "set --experts.task" if kind == "task" else "use another router if that is not known"
         raise ConfigError(
-            f"router '{kind}' decides once for a {kind}, but the stream does not say which token belongs to which; "
+            f"router '{kind}' selects experts once per {kind}, but the stream does not assign its tokens to one; "
             f"set token_groups in its Routing, or {remedy} (in generation, for one)"
         )
     return inputs.token_groups
