@@ -112,7 +112,12 @@ def test_openapi_lists_status_codes_and_schemas():
         shapes = {status: reply["content"]["application/json"]["schema"]["$ref"] for status, reply in responses.items()}
         assert shapes.pop("200").endswith(f"/{whole}")
         assert {shape.rsplit("/")[-1] for shape in shapes.values()} == {"ErrorReply"}
-        assert responses["200"]["content"]["text/event-stream"]["schema"]["$ref"].endswith(f"/{chunk}")
+        event = responses["200"]["content"]["text/event-stream"]["itemSchema"]
+        done, data = event["properties"]["data"]["anyOf"]
+        names = [each["$ref"].rsplit("/")[-1] for each in data["contentSchema"]["anyOf"]]
+        assert done == {"const": "[DONE]"} and names == [chunk, "ErrorReply"] and event["required"] == ["data"]
+    stream = description["paths"]["/v1/responses"]["post"]["responses"]["200"]["content"]["text/event-stream"]
+    assert stream["itemSchema"]["properties"]["data"]["contentSchema"]["$ref"].endswith("/ResponseEvent")
     for path, shape in (
         ("/v1/models", "ModelList"),
         ("/v1/models/{name}", "ModelCard"),

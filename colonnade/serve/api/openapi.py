@@ -1,4 +1,4 @@
-"""Descriptions of responses in /openapi.json: errors by status, and chunks of streams."""
+"""Descriptions of responses in /openapi.json: errors by status, and the events of streams."""
 
 from typing import Any
 
@@ -29,11 +29,31 @@ def refusals(*statuses: int | str) -> Responses:
     return {status: {"model": ErrorReply, "description": _REFUSALS[status]} for status in statuses or _REFUSALS}
 
 
-def answers(whole: type, chunk: type) -> Responses:
-    """FastAPI's ``responses`` of a route that generates text."""
-    events = {"schema": {"$ref": SCHEMA.format(model=chunk.__name__)}}
-    text = "The response; with stream=true server-sent events, each with a chunk like this, then [DONE]"
-    return {200: {"model": whole, "description": text, "content": {"text/event-stream": events}}, **refusals()}
+def completion_responses(whole: type, chunk: type) -> Responses:
+    """FastAPI's ``responses`` of a completion route: ``whole`` as JSON, or events with chunks and then [DONE]."""
+    text = "The response; with stream=true server-sent events, each with a chunk, then [DONE]"
+    data = {"anyOf": [{"const": "[DONE]"}, _json_text(chunk, ErrorReply)]}
+    return _generation_responses(whole, text, {"data": data})
+
+
+def typed_event_responses(whole: type, event: type) -> Responses:
+    """FastAPI's ``responses`` of a route whose events have a type: ``whole`` as JSON, or events of ``event``."""
+    text = "The response; with stream=true server-sent events, whose names are the types of their data"
+    return _generation_responses(whole, text, {"event": {"type": "string"}, "data": _json_text(event)})
+
+
+def _json_text(*models: type) -> dict[str, Any]:
+    """The schema of a string that contains the JSON of one of ``models``."""
+    choices = [{"$ref": SCHEMA.format(model=model.__name__)} for model in models]
+    content = choices[0] if len(choices) == 1 else {"anyOf": choices}
+    return {"type": "string", "contentMediaType": "application/json", "contentSchema": content}
+
+
+def _generation_responses(whole: type, text: str, fields: dict[str, Any]) -> Responses:
+    # As OpenAPI 3.2 describes a stream, and FastAPI its own: itemSchema is for one event, with the fields of its text.
+    event = {"type": "object", "required": list(fields), "properties": fields}
+    content = {"text/event-stream": {"itemSchema": event}}
+    return {200: {"model": whole, "description": text, "content": content}, **refusals()}
 
 
 def describe_chunks(app: FastAPI, *more: type) -> None:

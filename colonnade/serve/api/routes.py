@@ -106,14 +106,16 @@ def build_app(
             "max_model_len": engine.max_request_tokens, "capabilities": engine.capabilities,
         }  # fmt: skip
 
-    @app.post("/v1/completions", responses=openapi.answers(replies.CompletionReply, replies.CompletionChunk))
+    @app.post(
+        "/v1/completions", responses=openapi.completion_responses(replies.CompletionReply, replies.CompletionChunk)
+    )
     async def completions(body: CompletionBody, request: Request) -> Response:
         """Continue a prompt, or several."""
         model = find_model(body.model, request)
         builder = CompletionReplies(model.name, body.logprobs_options, token_ids=bool(body.return_token_ids))
         return await answer(model, body, builder, request, body.to_generation_request)
 
-    @app.post("/v1/chat/completions", responses=openapi.answers(replies.ChatReply, replies.ChatChunk))
+    @app.post("/v1/chat/completions", responses=openapi.completion_responses(replies.ChatReply, replies.ChatChunk))
     async def chat(body: ChatBody, request: Request) -> Response:
         """Reply to a conversation, with the model's chat template."""
         model = find_model(body.model, request)
@@ -122,7 +124,7 @@ def build_app(
         builder = ChatReplies(model.name, body.logprobs_options, tool_format, token_ids=token_ids)
         return await answer(model, body, builder, request, partial(body.to_generation_request, options))
 
-    @app.post("/v1/responses", responses=openapi.answers(ResponseReply, ResponseEvent))
+    @app.post("/v1/responses", responses=openapi.typed_event_responses(ResponseReply, ResponseEvent))
     async def responses(body: ResponsesBody, request: Request) -> Response:
         """Respond to messages and function calls; nothing is stored."""
         model = find_model(body.model, request)
