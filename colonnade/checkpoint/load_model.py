@@ -89,12 +89,12 @@ def open_model(path: str | Path, *, keep: bool = False) -> OpenedModel:
 
     A run with adapters is opened as its base model with the adapters merged.
     """
-    with _readable(path):
+    with _os_errors_as_checkpoint_errors(path):
         return _open(locate(path), keep=keep)
 
 
 @contextmanager
-def _readable(path: str | Path) -> Iterator[None]:
+def _os_errors_as_checkpoint_errors(path: str | Path) -> Iterator[None]:
     """Raise :class:`CheckpointError` for what the system does not let read."""
     try:
         yield
@@ -194,7 +194,7 @@ def locate(path: str | Path, *, weights: bool = True) -> Path:
 
     A download can omit the ``weights``. Raises :class:`CheckpointError` when nothing of that name exists.
     """
-    with _readable(path):
+    with _os_errors_as_checkpoint_errors(path):
         return _locate(path, weights=weights)
 
 

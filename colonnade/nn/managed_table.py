@@ -244,7 +244,7 @@ class ManagedTable:
         self._host.synchronise()
 
     def read_ahead(self, found: LookUp, before: LookUp | None) -> LookUp:
-        """Find and read rows while ``before`` is computed; :meth:`mend` follows its step."""
+        """Find and read rows while ``before`` is computed; :meth:`update_prefetched` follows its step."""
         self.find(found)
         assert found.rows_U is not None
         if before is not None and before.rows_U is not None and len(before.rows_U):
@@ -254,7 +254,7 @@ class ManagedTable:
         return self.read(found)
 
     @torch.no_grad()
-    def mend(self, found: LookUp, before: LookUp) -> None:
+    def update_prefetched(self, found: LookUp, before: LookUp) -> None:
         """Bring ``found``, read ahead, up to date with the step of ``before``."""
         if found.version != self.version:
             self.read(self.find(found))

@@ -71,7 +71,7 @@ def prefetched(
                 return
             batch, found = current
             if before is not None:
-                table.mend(found, before)
+                table.update_prefetched(found, before)
             ahead, loading = begin(loading, found), load()
             steps = table.steps
             yield batch, table.use(found)

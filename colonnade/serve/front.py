@@ -138,7 +138,7 @@ class _Front:
                 listener.listen(BACKLOG)
                 async with self._http.running(listener):
                     control.send("listening")
-                    self._start(self._tell_when_ready())
+                    self._start(self._report_when_ready())
                     await wait_first(self._exit.wait(), control.closed.wait(), self._http.closed.wait())
                     self._http.abort()
                     await wait_first(self._http.closed.wait(), timeout_s=EXIT_S)
@@ -153,11 +153,11 @@ class _Front:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _tell_when_ready(self) -> None:
+    async def _report_when_ready(self) -> None:
         await self._models.wait_ready()
         self._control.send("ready")
 
-    async def _tell_when_idle(self) -> None:
+    async def _report_when_idle(self) -> None:
         await self._http.wait_idle()
         self._control.send("idle")
 
@@ -168,7 +168,7 @@ class _Front:
                 self._keys.replace([ApiKey(**key) for key in message["keys"]])
             case "drain":
                 running = await self._http.drain()
-                self._start(self._tell_when_idle())
+                self._start(self._report_when_idle())
                 return {"running": running}
             case "failed":
                 _, engine = self._models.find(message["model"])

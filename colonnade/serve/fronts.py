@@ -22,7 +22,7 @@ from colonnade.config import ServeConfig
 from colonnade.errors import ColonnadeError, WorkerError
 from colonnade.serve.api.api_keys import KeyRing
 from colonnade.serve.api.connection import ConnectionLimits
-from colonnade.serve.api.shared_limits import FrontUse
+from colonnade.serve.api.shared_limits import FrontUsage
 from colonnade.serve.child_process import exit_reason, start_child
 from colonnade.serve.control_channel import ControlChannel
 from colonnade.serve.engine_client import EngineClient
@@ -48,7 +48,7 @@ class _FrontProcess:
     """One run of one front."""
 
     def __init__(self, options: FrontOptions, keys: KeyRing):
-        self.options, self.use = options, FrontUse(keys)
+        self.options, self.use = options, FrontUsage(keys)
         self.process: BaseProcess = start_child(
             run_front, (options,), f"colonnade-front-{options.number}", {METRICS_VARIABLE: options.metrics}
         )
@@ -94,9 +94,9 @@ class Fronts:
             Path(options.metrics).mkdir()
             async with await asyncio.start_unix_server(self._accept, options.control, limit=MAX_MESSAGE_BYTES):
                 keeping = [
-                    asyncio.create_task(self._keep(options._replace(number=i))) for i in range(self._config.fronts)
+                    asyncio.create_task(self._supervise(options._replace(number=i))) for i in range(self._config.fronts)
                 ]
-                watching = [asyncio.create_task(self._tell_failure(name)) for name in self._models.names]
+                watching = [asyncio.create_task(self._report_failure(name)) for name in self._models.names]
                 try:
                     await wait_first(self._all("listening"), self.closed.wait())
                     self._started = not self.closed.is_set()
@@ -151,7 +151,7 @@ class Fronts:
 
     # -- the processes ------------------------------------------------------------------------------------------------
 
-    async def _keep(self, options: FrontOptions) -> None:
+    async def _supervise(self, options: FrontOptions) -> None:
         """Keep one front up until the server stops, or until it has died too often."""
         deaths: deque[float] = deque(maxlen=MAX_DEATHS + 1)
         while not self._stopping:
@@ -236,7 +236,7 @@ class Fronts:
         except (TimeoutError, ColonnadeError):  # it hangs, or has died
             return 0
 
-    async def _tell_failure(self, model: str) -> None:
+    async def _report_failure(self, model: str) -> None:
         """Notify the fronts when no engine of ``model`` is left."""
         _, engine = self._models.find(model)
         await engine.exited.wait()

@@ -61,7 +61,7 @@ class ReplicaProcesses:
 
         Does not wait until they are up: ``replicas.ready`` or ``replicas.exited`` is set then.
         """
-        tasks = [asyncio.create_task(self._keep(i, kill)) for i in self._left]
+        tasks = [asyncio.create_task(self._supervise(i, kill)) for i in self._left]
         for task in tasks:
             task.add_done_callback(self._on_end)
         try:
@@ -75,7 +75,7 @@ class ReplicaProcesses:
         """Ask all engines to stop."""
         self._stopping.set()
 
-    async def _keep(self, replica: int, kill: asyncio.Event) -> None:
+    async def _supervise(self, replica: int, kill: asyncio.Event) -> None:
         """Keep ``replica`` up until the server stops, or until it has died too often."""
         deaths: deque[float] = deque(maxlen=MAX_DEATHS + 1)
         config, placement, label = self._config, self._placements[replica], self._labels[replica]
@@ -112,11 +112,11 @@ class ReplicaProcesses:
             self._replicas.set_down(replica)
             deaths.append(time.monotonic())
             if not self._replicas.started or (len(deaths) > MAX_DEATHS and deaths[-1] - deaths[0] < DEATHS_S):
-                self._leave_out(replica, failure)
+                self._remove_replica(replica, failure)
                 break
             self._announce(f"{label} died and is being restarted: {_reason(failure)}")
 
-    def _leave_out(self, replica: int, failure: ColonnadeError) -> None:
+    def _remove_replica(self, replica: int, failure: ColonnadeError) -> None:
         """Continue without ``replica``, or fail: if it has never been up, or if it was the last one."""
         self._left.discard(replica)
         died = f"{self._labels[replica]} died {MAX_DEATHS + 1} times and was removed"

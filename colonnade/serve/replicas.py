@@ -169,7 +169,7 @@ class Replicas:
         self.idle.clear()
         try:
             while True:
-                await self._until_up(progress)
+                await self._wait_until_up(progress)
                 replica = self.router.choose(prompt, [i for i in self.up if i not in full] or self.up)
                 try:
                     async with aclosing(self.clients[replica].run_batches(todo)) as batches:
@@ -191,7 +191,7 @@ class Replicas:
             if not self.running:
                 self.idle.set()
 
-    async def _until_up(self, progress: Progress) -> None:
+    async def _wait_until_up(self, progress: Progress) -> None:
         """Wait until a replica is up; raises :class:`RequestError` if none will be, or the request times out."""
         while not self.up:
             if self.failure or self._aborted:

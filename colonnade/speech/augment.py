@@ -25,7 +25,7 @@ BORDER = 12 / 11
 """Ratio of the drawn to the cropped size of pictures: 96 for 88."""
 
 
-def at_speed(samples: np.ndarray, speed: float) -> np.ndarray:
+def change_speed(samples: np.ndarray, speed: float) -> np.ndarray:
     """round(n / ``speed``) samples of ``samples`` played at this speed."""
     if speed == 1 or not len(samples):
         return samples
@@ -37,13 +37,13 @@ def at_speed(samples: np.ndarray, speed: float) -> np.ndarray:
 def augment_sound(samples: np.ndarray, random: np.random.Generator) -> np.ndarray:
     """Applies a room or a codec to a random part of the recordings."""
     if random.random() < ROOM_SHARE:
-        samples = room(samples, random)
+        samples = add_reverberation(samples, random)
     if random.random() < CODEC_SHARE:
         samples = codec(samples, list(CODECS)[random.integers(len(CODECS))])
     return samples
 
 
-def room(samples: np.ndarray, random: np.random.Generator) -> np.ndarray:
+def add_reverberation(samples: np.ndarray, random: np.random.Generator) -> np.ndarray:
     """Adds echoes (noise that decays by 60 dB in 0.1 to 0.6 s), with the same loudness and without delay."""
     decay_s, ratio_db = random.uniform(0.1, 0.6), random.uniform(0, 12)
     times_s = np.arange(round(decay_s * RATE)) / RATE

@@ -13,7 +13,7 @@ from torch import Tensor
 from colonnade.config.speech import SpeechConfig
 from colonnade.errors import DataError
 from colonnade.speech.audio import load_audio
-from colonnade.speech.augment import BORDER, SPEEDS, at_speed, augment_sound, crop_pictures, mask_bands, mask_sound
+from colonnade.speech.augment import BORDER, SPEEDS, augment_sound, change_speed, crop_pictures, mask_bands, mask_sound
 from colonnade.speech.data import Recording, load_samples, read_manifest
 from colonnade.speech.features import features_of
 from colonnade.speech.front_end import Frames, stack_pictures
@@ -140,7 +140,7 @@ class Corpus:
             speed = SPEEDS[random.integers(len(SPEEDS))] if augment else 1.0
             samples = pictures = None
             if drop >= DROP_SOUND:
-                own = at_speed(self.samples[i].astype(np.float32) / 32768, speed)
+                own = change_speed(self.samples[i].astype(np.float32) / 32768, speed)
                 own = augment_sound(own, random) if augment and rooms else own
                 samples = self._mixed(i, own, snr, random, kind)
                 samples = mask_sound(samples, random) if augment else samples

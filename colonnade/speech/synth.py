@@ -40,7 +40,7 @@ class Phoneme(NamedTuple):
     name: str
 
 
-class Spoken(NamedTuple):
+class SynthesisedSpeech(NamedTuple):
     """16 kHz samples, phonemes, and where each word begins and ends; phonemes that begin with _ are silence."""
 
     samples: np.ndarray
@@ -82,7 +82,7 @@ def _library() -> tuple[ctypes.CDLL, int]:
     return library, rate
 
 
-def speak(text: str, voice: str = "en-us", speed: int = 170, pitch: int = 50) -> Spoken:
+def speak(text: str, voice: str = "en-us", speed: int = 170, pitch: int = 50) -> SynthesisedSpeech:
     """``text`` in a voice of :data:`VOICES`; ``speed`` in words per minute, ``pitch`` 0 to 99."""
     if "\0" in text:
         raise DataError("text contains a null character; remove it")
@@ -130,7 +130,7 @@ def speak(text: str, voice: str = "en-us", speed: int = 170, pitch: int = 50) ->
         if starts
         else []
     )
-    return Spoken(resample(samples, rate), phonemes, words)
+    return SynthesisedSpeech(resample(samples, rate), phonemes, words)
 
 
 def sentence(random: np.random.Generator) -> str:

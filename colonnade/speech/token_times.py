@@ -83,7 +83,7 @@ def token_starts(weights_NTS: Tensor) -> list[int]:
     deviation_N1S, mean_N1S = torch.std_mean(weights_NTS, dim=1, keepdim=True, unbiased=False)
     # A frame to which all tokens attend equally has no information about their times.
     z_NTS = (weights_NTS - mean_N1S) / deviation_N1S.clamp(min=1e-12)
-    tokens, frames = warp(-median_filter(z_NTS).mean(0).double().numpy())
+    tokens, frames = dtw_path(-median_filter(z_NTS).mean(0).double().numpy())
     first = np.concatenate([[True], np.diff(tokens) > 0])
     return frames[first].tolist()
 
@@ -97,7 +97,7 @@ def median_filter(x: Tensor) -> Tensor:
     return mirrored.unfold(-1, MEDIAN, 1).median(-1).values
 
 
-def warp(cost_TS: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def dtw_path(cost_TS: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """(rows, columns) of the cheapest path from the first to the last cell, each step advancing one or both by 1.
 
     Computed by anti-diagonals. Among moves of equal cost, advancing the column comes first, as in the authors' code.

@@ -21,7 +21,7 @@ from colonnade.model.cross_attention import Memory
 from colonnade.speech.log_mel import HOP, RATE, log_mel
 from colonnade.speech.token_times import FRAME_S, RecordingMemory, Word, alignment_heads, split_words, token_starts
 from colonnade.speech.transcript import Segment
-from colonnade.speech.whisper_tokens import Model, WhisperTokens, allow
+from colonnade.speech.whisper_tokens import Model, WhisperTokens, mask_forbidden
 
 WINDOW_S, TIME_S = 30, 0.02
 SILENCE, LEAST_LOGPROB, MOST_COMPRESSION = 0.6, -1.0, 2.4
@@ -203,7 +203,7 @@ class Transcriber:
         total, logits_V = 0.0, logits_TV[-1]
         most = self.model.config.context // 2
         while True:
-            logp_V = allow(logits_V, ids, v).log_softmax(0)
+            logp_V = mask_forbidden(logits_V, ids, v).log_softmax(0)
             if temperature:
                 probs_V = (logp_V / temperature).softmax(0).cpu()
                 token = int(torch.multinomial(probs_V, 1, generator=generator))

@@ -104,7 +104,7 @@ class WhisperTokens:
         )  # fmt: skip
 
 
-def allow(logits_V: Tensor, ids: Sequence[int], v: WhisperTokens) -> Tensor:
+def mask_forbidden(logits_V: Tensor, ids: Sequence[int], v: WhisperTokens) -> Tensor:
     """``logits_V`` of the token after ``ids``, −∞ where the rules for text and times forbid one."""
     logits_V = logits_V.clone()
     logits_V[list(v.suppressed)] = -torch.inf

@@ -90,7 +90,7 @@ class VaryingFeed:
         return self.make(run, rank, ranks)
 
     @staticmethod
-    def settle(run: RunConfig, feed: MakeFeed) -> RunConfig:
+    def with_compile_default(run: RunConfig, feed: MakeFeed) -> RunConfig:
         """``run`` with the default of train.compile for ``feed``."""
         if run.train.compile is None and isinstance(feed, VaryingFeed):
             return run.replace(train=run.train.replace(compile=False))

@@ -92,7 +92,7 @@ class Trainer:
         whose package is not installed.
         """
         check_settings(run)
-        run = VaryingFeed.settle(run, feed)
+        run = VaryingFeed.with_compile_default(run, feed)
         if data is not None:
             run = _with_tokens(run, data, validation, tokenizer)
         elif validation is not None or tokenizer is not None:

@@ -70,7 +70,7 @@ class TrainingState:
         """
         if run.train.cuda_graph:
             check_device(context.device)
-        run = VaryingFeed.settle(run, feed).resolved(context.device.type)
+        run = VaryingFeed.with_compile_default(run, feed).resolved(context.device.type)
         self.run, self.context, self.world = run, context, world_axis()
         self.watchdog = watchdog or Watchdog(run.train.timeout_s)
         self._compiled, self._lock = False, lock

@@ -171,7 +171,7 @@ def _messages(value: object, key: str, where: str) -> list[Message]:
         raise DataError(f"{where}: '{key}' is {_kind(value)}; write a list of messages with 'role' and 'content'")
     messages = cast("list[Any]", value)
     for number, message in enumerate(messages, 1):
-        if fault := _fault(message):
+        if fault := _message_error(message):
             raise DataError(f"{where}, message {number} of '{key}' {fault}")
     return [_for_template(message) for message in messages]
 
@@ -198,7 +198,7 @@ def _arguments(function: Mapping[str, Any]) -> object:
 ROLES: tuple[str, ...] = get_args(Role)
 
 
-def _fault(message: Any) -> str | None:
+def _message_error(message: Any) -> str | None:
     """The fault of a message, and the remedy."""
     if not isinstance(message, dict):
         return f"is {_kind(message)}; write an object with 'role' and 'content'"
@@ -219,14 +219,14 @@ def _fault(message: Any) -> str | None:
     if message.get("tool_calls"):
         if role != "assistant":
             return f"is of role '{role}' and has 'tool_calls', which only the assistant may have; remove them"
-        if fault := _calls_fault(message["tool_calls"]):
+        if fault := _tool_calls_error(message["tool_calls"]):
             return fault
     if not isinstance(message.get("train", True), bool):
         return f"has 'train': {message['train']!r:.60}; write true or false"
     return None
 
 
-def _calls_fault(calls: object) -> str | None:
+def _tool_calls_error(calls: object) -> str | None:
     """The fault of ``tool_calls``, and the remedy."""
     if not isinstance(calls, list):
         return f"has 'tool_calls' that are {_kind(calls)}; write a list"

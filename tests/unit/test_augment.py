@@ -27,12 +27,12 @@ def tone(samples: int = 16000) -> np.ndarray:
 
 def test_a_room_keeps_loudness_and_begins_no_earlier():
     sound = tone()
-    heard = augment.room(sound, np.random.default_rng(0))
+    heard = augment.add_reverberation(sound, np.random.default_rng(0))
     assert heard.shape == sound.shape
     assert np.sum(heard**2) == pytest.approx(np.sum(sound**2), rel=1e-3)
     assert np.abs(heard[:4000]).max() < 1e-5
     assert np.abs(heard - sound).max() > 0.01
-    assert not augment.room(np.zeros(100, np.float32), np.random.default_rng(0)).any()
+    assert not augment.add_reverberation(np.zeros(100, np.float32), np.random.default_rng(0)).any()
 
 
 @pytest.mark.parametrize("name", augment.CODECS)
@@ -123,7 +123,7 @@ def test_speeds_move_sound_pictures_and_times_together(corpus, monkeypatch, spee
     found = data.train_batch(range(3), np.random.default_rng(1), noise=False, augment=True)
     lines = []
     for i, one in enumerate(data.recordings):
-        changed = augment.at_speed(data.samples[i].astype(np.float32) / 32768, speed)
+        changed = augment.change_speed(data.samples[i].astype(np.float32) / 32768, speed)
         assert len(changed) == round(len(data.samples[i]) / speed)
         write_audio(corpus / f"fast-{i}.wav", changed)
         words = tuple((start / speed, end / speed) for start, end in one.words)
@@ -144,12 +144,12 @@ def test_speeds_move_sound_pictures_and_times_together(corpus, monkeypatch, spee
 
 
 def test_speed_raises_a_tone():
-    fast = augment.at_speed(tone(16000), 1.1)
+    fast = augment.change_speed(tone(16000), 1.1)
     assert len(fast) == round(16000 / 1.1)
     spectra = [np.abs(np.fft.rfft(x[:14000])) for x in (tone(16000), fast)]
     low, high = (int(x.argmax()) for x in spectra)
     assert high == pytest.approx(1.1 * low, abs=2)
-    assert not len(augment.at_speed(tone(0), 1.1))
+    assert not len(augment.change_speed(tone(0), 1.1))
 
 
 def test_batches_prepared_ahead_are_those_of_their_steps(corpus, monkeypatch):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from colonnade.cli import main
-from colonnade.speech.token_times import Word, alignment_heads, median_filter, split_words, token_starts, warp
+from colonnade.speech.token_times import Word, alignment_heads, dtw_path, median_filter, split_words, token_starts
 from colonnade.speech.transcript import Segment, write_transcript
 from tests.serve import tiny
 
@@ -34,7 +34,7 @@ def cheapest(cost_TS: np.ndarray) -> float:
 def test_the_path_is_the_cheapest_of_all(T: int, S: int) -> None:
     for seed in range(5):
         cost = np.random.default_rng(seed).standard_normal((T, S))
-        rows, columns = warp(cost)
+        rows, columns = dtw_path(cost)
         assert (rows[0], columns[0], rows[-1], columns[-1]) == (0, 0, T - 1, S - 1)
         steps = {(int(b - a), int(d - c)) for (a, b), (c, d) in zip(
             itertools.pairwise(rows), itertools.pairwise(columns), strict=True)}  # fmt: skip

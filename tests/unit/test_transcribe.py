@@ -14,7 +14,7 @@ from colonnade.cli import main
 from colonnade.errors import DataError
 from colonnade.speech.audio import load_audio
 from colonnade.speech.transcript import Segment, write_transcript
-from colonnade.speech.whisper_tokens import WhisperTokens, allow
+from colonnade.speech.whisper_tokens import WhisperTokens, mask_forbidden
 
 # Text is 0–9, the end 10, special tokens 11–13, times from 14 on.
 V = WhisperTokens(10, 11, 13, 12, 14, 100, (), (3, 11, 12, 13), (0, 10))
@@ -24,7 +24,7 @@ def allowed(ids: list[int], logits: torch.Tensor | None = None) -> set[int]:
     logits_V = torch.zeros(114) if logits is None else logits
     if logits is None:
         logits_V[:14] = 9.0  # times together must not outweigh the text
-    return set((allow(logits_V, ids, V) > -torch.inf).nonzero().flatten().tolist())
+    return set((mask_forbidden(logits_V, ids, V) > -torch.inf).nonzero().flatten().tolist())
 
 
 def test_times_come_in_pairs_and_in_order() -> None:

@@ -31,7 +31,7 @@ from colonnade.data.refine.storage import (
 )
 
 
-class Exact(Stage):
+class ExactDuplicates(Stage):
     """Removes exact duplicates in a range of ids, and computes signatures of the kept documents."""
 
     name = "exact"
@@ -77,7 +77,7 @@ _ID = "S39"
 """An id; with the number of the copy if copies are kept."""
 
 
-class Buckets(Stage):
+class MatchingBuckets(Stage):
     """Finds the documents of each part with equal signatures in a band."""
 
     name = "buckets"
@@ -91,7 +91,7 @@ class Buckets(Stage):
             write_array(folder / f"{number:06d}.documents", documents)
 
 
-class Group(Stage):
+class BucketComponents(Stage):
     """Distributes the connected components of buckets: each goes to the part of its lowest document.
 
     Labels are in a file and buckets are streamed, so that memory does not grow with the corpus.
@@ -164,7 +164,7 @@ class SignedParts:
         return self._rows(document, "ids", _ID, number, number + 1)[0].decode()
 
 
-class Near(Stage):
+class NearDuplicates(Stage):
     """Selects which documents of its components to remove."""
 
     name = "near"
@@ -179,7 +179,7 @@ class Near(Stage):
         write_array(self.job.work / "near" / f"{rank:06d}.leaving", np.array(sorted(leaving), np.int64).reshape(-1, 3))
 
 
-class Part(Stage):
+class ReadPart(Stage):
     """Reads a part without its near duplicates."""
 
     def leaving(self, part: int) -> dict[int, tuple[int, int]]:
@@ -209,7 +209,7 @@ def save_grams(job: Job, name: str, grams: Grams) -> None:
     write_json(job.work / "tests" / f"{name}.json", {"lengths": list(grams.lengths)})
 
 
-class Count(Part):
+class CountGrams(ReadPart):
     """Counts the grams of evaluation texts in a part."""
 
     name = "count"
@@ -220,7 +220,7 @@ class Count(Part):
         write_array(self.job.work / "count" / f"{rank:06d}.counts", count_grams(load_grams(self.job, "cut"), texts))
 
 
-class Rare(Stage):
+class SelectRareGrams(Stage):
     """Selects the grams to cut out: those that are not common in the corpus."""
 
     name = "rare"
@@ -233,7 +233,7 @@ class Rare(Stage):
         save_grams(self.job, "rare", Grams(grams.hashes[counts < self.job.recipe.common], grams.lengths))
 
 
-class Write(Part):
+class WritePart(ReadPart):
     """Writes the kept documents of a part, and those that the last two steps removed."""
 
     name = "write"
@@ -253,7 +253,7 @@ class Write(Part):
             removed[step].append(json_line(removed_record(text, reason, record["source"], record["id"])))
             sizes[step] += len(text.encode())
 
-        def stay() -> Iterator[bytes]:
+        def kept_documents() -> Iterator[bytes]:
             for number, record in self.records(rank):
                 if number in leaving:
                     twin, similarity = leaving[number]
@@ -271,7 +271,7 @@ class Write(Part):
                         found[test] |= count_grams(grams, [text]) > 0
                     yield json_line({"id": name, "text": text, **more})
 
-        write_lines(job.work / "documents" / f"{rank:06d}.jsonl", stay())
+        write_lines(job.work / "documents" / f"{rank:06d}.jsonl", kept_documents())
         for step, lines in removed.items():
             write_lines(job.removed("write", rank, step), sorted(lines))
         for number, seen in enumerate(found):

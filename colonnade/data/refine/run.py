@@ -39,7 +39,15 @@ from colonnade.config.recipe import RECIPES, Recipe
 from colonnade.data.readers import ReadOptions, Source
 from colonnade.data.refine.inputs import identity_of, make_job, on_disk, source_files
 from colonnade.data.refine.mend import MinTokens
-from colonnade.data.refine.parts import Buckets, Count, Exact, Group, Near, Rare, Write
+from colonnade.data.refine.parts import (
+    BucketComponents,
+    CountGrams,
+    ExactDuplicates,
+    MatchingBuckets,
+    NearDuplicates,
+    SelectRareGrams,
+    WritePart,
+)
 from colonnade.data.refine.report import Report, finish
 from colonnade.data.refine.steps import Documents, Job, Stage, read_pipeline
 from colonnade.data.refine.storage import write_json
@@ -254,17 +262,17 @@ def _stages(job: Job, out: Path, tokenizer: Tokenizer | None) -> list[tuple[str,
     titles = _titles(recipe)
     stages: list[tuple[str, list[PipelineStep], int]] = [
         ("1-read", read_pipeline(job, titles, counter), job.units),
-        ("2-exact", [Exact(job)], job.parts),
+        ("2-exact", [ExactDuplicates(job)], job.parts),
     ]
     if job.finds_near:
         stages += [
-            ("3-buckets", [Buckets(job)], recipe.bands),
-            ("4-group", [Group(job)], 1),
-            ("5-near", [Near(job)], job.parts),
+            ("3-buckets", [MatchingBuckets(job)], recipe.bands),
+            ("4-group", [BucketComponents(job)], 1),
+            ("5-near", [NearDuplicates(job)], job.parts),
         ]
     if job.tests:
-        stages += [("6-count", [Count(job)], job.parts), ("7-rare", [Rare(job)], 1)]
-    return [*stages, ("8-write", [Write(job)], job.parts), ("9-finish", [Finish(job, out)], 1)]
+        stages += [("6-count", [CountGrams(job)], job.parts), ("7-rare", [SelectRareGrams(job)], 1)]
+    return [*stages, ("8-write", [WritePart(job)], job.parts), ("9-finish", [Finish(job, out)], 1)]
 
 
 def _titles(recipe: Recipe) -> tuple[str, ...]:

@@ -274,7 +274,7 @@ def routed_bf16(
     width = max(weights.up_EFD.shape[1:])
     if needs_grad or not 0 < len(order_R) * width <= GATHERED_MAX_ELEMENTS or not len(ends_E):
         return routed(x_TD, order_R, ends_E, weights_TA, weights, activation)
-    if weights.up_EFD[0].numel() <= PADDED_MAX_ELEMENTS and _padding_pays(ends_E):
+    if weights.up_EFD[0].numel() <= PADDED_MAX_ELEMENTS and _padding_is_faster(ends_E):
         run = padded_batch
     elif grouped_mm.available and _needs_no_padding(weights):
         run = grouped_mm.experts
@@ -284,7 +284,7 @@ def routed_bf16(
     return permute.combine(run(x_RD, ends_E, weights, activation), order_R, weights_TA)
 
 
-def _padding_pays(ends_E: Tensor) -> bool:
+def _padding_is_faster(ends_E: Tensor) -> bool:
     sizes_E = ends_E.diff(prepend=ends_E.new_zeros(1))
     longest, E = int(sizes_E.max()), len(ends_E)
     most_have_rows = 2 * int(sizes_E.count_nonzero()) > E

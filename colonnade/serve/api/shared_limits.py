@@ -74,7 +74,7 @@ class FrontKeyRing(KeyRing):
         return FrontKeyState(key, self._control)
 
 
-class FrontUse:
+class FrontUsage:
     """In the server process: the requests of one front's clients that count as running."""
 
     def __init__(self, keys: KeyRing):
