@@ -1,4 +1,4 @@
-"""Opens a model on disk, whatever its format, and loads this rank's shard of it for inference.
+"""Opens a model of any format on disk, and loads this rank's shard of it for inference.
 
 :func:`open_model` resolves a name and reads the config, but not yet the weights: a native checkpoint (or a run folder:
 its newest one), a Hugging Face folder, a GGUF file, an id on the Hugging Face Hub, or one of the Python packages that

@@ -309,7 +309,7 @@ def _read_metadata(folder: Path) -> tuple[Manifest, Meta, Index]:
 
 
 def _check_components(folder: Path, index: Index, key: str, form: StoredFormat, shape: torch.Size) -> None:
-    """Raise :class:`CheckpointError` unless the checkpoint has the quantised parameter ``key`` as ``form`` says."""
+    """Raise :class:`CheckpointError` unless the checkpoint has the parameter ``key`` in the format ``form``."""
     for name, expected, dtype in component_specs(key, form, shape):
         entry = index.tensors.get(name)
         if entry is None or DTYPES[entry.dtype] != dtype or entry.shape != tuple(expected):

@@ -58,7 +58,7 @@ class RouterConfig(Config):
     task: int | None = Field(default=None, ge=0, lt=1 << 16)
     """task: the task of tokens that come without one, as in generation; None: it must be set to generate."""
     nodes: int = Field(default=1, ge=1, le=MAX_EXPERTS)
-    """topology: nodes over which tokens and experts are assumed to be spread, whatever the plan (FasterMoE)."""
+    """topology: nodes over which tokens and experts are assumed to be spread, independently of the plan (FasterMoE)."""
     outgoing_fraction: float = Field(default=0.14, ge=0, le=1)
     """topology: in training, largest share of a node's tokens whose first choice may be an expert of another node."""
 

@@ -31,7 +31,7 @@ from colonnade.parallel.device_memory import usable_bytes
 from colonnade.parallel.launch import launch
 from colonnade.serve.worker import open_context
 
-# The hash of the commit in the current folder, whatever it belongs to; outside a repository git prints an error.
+# The commit of any repository in the current folder; outside a repository git prints an error.
 lm_eval.evaluator.get_git_commit_hash = lambda: ""
 
 FOLDER = Path(__file__).parent / "tasks"

@@ -133,7 +133,7 @@ def _draw(row, vocab, peak, temperature, limit, kept_ties, log_min_p, noise, BLO
         x = tl.div_rn(x, temperature)
         tie = key == limit
         kept = ((key < limit) | tie) & ((x >= log_min_p) | (key == 0))
-        # Most blocks have no token that could win, whatever its noise: they need no logarithms.
+        # In most blocks no token could win with any noise: they need no logarithms.
         if tl.max(tl.where(kept, x, float("-inf")), 0) + MAX_NOISE >= best_so_far:
             if limit < 0x7F800000:
                 kept = kept & ((key < limit) | (seen_ties + tl.cumsum(tie.to(tl.int32), 0) <= kept_ties))

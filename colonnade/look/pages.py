@@ -102,7 +102,7 @@ def _head_leaves(build: _Builder) -> dict[str, str]:
     }  # fmt: skip
 
 
-def head_page(recording: Recording, layer: int, head: int, rank: int) -> Scene:  # noqa: ARG001 - all pages alike
+def head_page(recording: Recording, layer: int, head: int, rank: int) -> Scene:  # noqa: ARG001 - all pages have the same signature
     """An attention head with its own projections."""
     config = recording.config
     _check_head(config, head)

@@ -30,7 +30,7 @@ from colonnade.parallel.layout import Placement, residual_placement
 class Stream(NamedTuple):
     """T tokens of all sequences, concatenated: no padding, no batch dimension.
 
-    The ``attend`` of the forward pass says which tokens are of one sequence (:mod:`~colonnade.model.attend`).
+    The ``attend`` of the forward pass defines which tokens belong to one sequence (:mod:`~colonnade.model.attend`).
     """
 
     tokens_T: Tensor

@@ -134,7 +134,7 @@ def quantise_finite(weight: Tensor, kind: Kind, group: int, over: Callable[[Tens
 def enable_float8(blocks: nn.Module, scaling: Float8, device: torch.device | None = None) -> None:
     """Compute the products of every :class:`Float8Module` within ``blocks`` in float8 from now on.
 
-    Experts have a scale by row whatever the ``scaling``; a gate with one output stays unquantised. ``device``: where
+    Experts have one scale per row for any ``scaling``; a gate with one output stays unquantised. ``device``: where
     the blocks will be, if they are not there yet. Raises :class:`ConfigError` on a GPU without float8 tensor cores.
     """
     device, needs = device or next(blocks.parameters()).device, (8, 9) if scaling == "tensorwise" else (9, 0)

@@ -1,4 +1,4 @@
-"""Batch invariance: a request's logits are bitwise the same whatever else is in the batch (``serve.batch_invariant``).
+"""Batch invariance: a request's logits are bitwise independent of the rest of the batch (``serve.batch_invariant``).
 
 Libraries choose the order of a sum by the number of rows, so the last bits of a logit depend on the batch, and
 sometimes a token does too. With ``serve.batch_invariant`` the bits of a request's logits depend only on its own tokens,

@@ -136,7 +136,7 @@ async def _watch(client: EngineClient, process: BaseProcess, report: Connection)
 
 
 def _kill(process: BaseProcess) -> None:
-    """Kill whatever is left of the engine's session; the supervisor must not have been joined yet."""
+    """Kill the remaining processes of the engine's session; the supervisor must not have been joined yet."""
     assert process.pid is not None
     with suppress(ProcessLookupError, PermissionError):  # it has exited, or has not yet started its own session
         os.killpg(process.pid, signal.SIGKILL)

@@ -50,7 +50,8 @@ class GenerationRequest:
         return sum(len(message["content"]) for message in self.messages)
 
     def check_lengths(self, context: int, longest_token_bytes: int, limit: int | None = None) -> None:
-        """Raise :class:`RequestError` for a prompt that exceeds the context whatever its text is, without tokenising.
+        """Raise :class:`RequestError` for a prompt that exceeds the context with any tokenisation, without tokenising
+        it.
 
         T tokens hold at most T · ``longest_token_bytes`` bytes of text. The cache holds ``limit`` tokens of a request.
         """

@@ -97,7 +97,7 @@ def encoder_input(
 
 
 LANGUAGE = re.compile(r"[a-z]{3}_[A-Z][a-z]{3}|__[a-z]{2,3}__")
-"""A token that stands for a language: eng_Latn (NLLB), __en__ (M2M-100)."""
+"""A language token: eng_Latn (NLLB), __en__ (M2M-100)."""
 
 
 def language_tokens(tokenizer: "Tokenizer") -> dict[str, int]:

@@ -114,7 +114,7 @@ def draft_config(serve: ServeConfig, traits: EngineTraits) -> ServeConfig:
 
 
 def check_graph_capture(serve: ServeConfig, traits: EngineTraits) -> None:
-    """Raise :class:`ConfigError` if ``serve`` asks for CUDA graphs that cannot be captured."""
+    """Raise :class:`ConfigError` if ``serve`` requires CUDA graphs that cannot be captured."""
     if serve.graph_capture and traits.device.type == "cuda" and (limitation := traits.graph_limitation):
         steps, remedy = limitation
         raise ConfigError(

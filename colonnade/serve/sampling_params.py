@@ -48,7 +48,7 @@ class SamplingParams:
     min_p: float = 0.0
     """Keep tokens at least this many times as probable as the most probable one (Nguyen 2024)."""
     seed: int | None = None
-    """The same seed gives the same text, whatever else is in the batch; None picks a random one."""
+    """The same seed gives the same text, independently of the rest of the batch; None selects a random seed."""
     stop: Sequence[str] | str = ()
     """Strings that end the text; they may span tokens and are not part of the text."""
     stop_token_ids: Sequence[int] = ()

@@ -236,7 +236,7 @@ def _check_upstreams(config: ServeConfig, keys: KeyRing, models: int) -> None:
 
 
 def _reload_keys(keys: KeyRing, http: HttpServer | Fronts, announce: Callable[[str], object]) -> None:
-    """Read the key file again, or keep the keys and say why."""
+    """Read the key file again; on an error, keep the keys and log the reason."""
     try:
         announce(keys.reload())
         http.keys_changed()

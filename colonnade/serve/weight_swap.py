@@ -68,7 +68,7 @@ class WeightSwap:
         return self.start(message) if message["do"] == "swap" else self.advance()
 
     def start(self, message: Message) -> Message | None:
-        """Begin the swap that ``message`` asks for; returns its refusal if another one runs."""
+        """Begin the swap that ``message`` requests; returns the refusal if another swap is running."""
         if self._job is not None:
             return _refused(
                 message["ids"],
@@ -204,7 +204,7 @@ class _Job:
             self.error = error.message
         except OSError as error:
             self.error = f"{self.path} cannot be read: {error.strerror or error}; check the path and its permissions"
-        except Exception as error:  # the engine must survive whatever a file contains
+        except Exception as error:  # no file content may stop the engine
             LOG.exception("reading %s failed", self.path)
             self.error = f"{self.path} cannot be read ({type(error).__name__}: {error})"
         self.error = " ".join(self.error.split())

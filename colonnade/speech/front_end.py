@@ -82,7 +82,7 @@ class FrontEnd(nn.Module):
 
 
 def join_frames(parts: Sequence[Frames]) -> Frames:
-    """Concatenate ``parts``; either all or none of them say which frames have audio, or a picture."""
+    """Concatenate ``parts``; either all or none of them define which frames have audio, or a picture."""
 
     def joined(tensors: Sequence[Tensor | None]) -> Tensor | None:
         given = [x for x in tensors if x is not None]

@@ -1,4 +1,4 @@
-"""Whisper's special tokens, and the rules for where text and times may stand (arXiv 2212.04356).
+"""Whisper's special tokens, and the rules for the positions of text and timestamps (arXiv 2212.04356).
 
 Times are tokens of 0.02 s. The authors' rules (section 3.8 and their code) keep them in order:
 

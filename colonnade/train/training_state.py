@@ -236,7 +236,7 @@ class TrainingState:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        """Finish a checkpoint that is being written, whatever ended the run."""
+        """Finish a checkpoint that is being written, also after an error."""
         if isinstance(self.feed, RolloutFeed):
             self.feed.close()
         if not self._save.running:

@@ -98,7 +98,7 @@ class GGUFFile:
     """
 
     def __init__(self, path: Path | str, *, keep: bool = False):
-        """``keep``: leave Q4_0, Q4_1 and Q8_0 matrices quantised, bit for bit; :attr:`formats` says which."""
+        """``keep``: leave Q4_0, Q4_1 and Q8_0 matrices quantised, bit for bit; :attr:`formats` lists them."""
         self.path = Path(path)
         self.header = read_header(self.path, block_sizes())
         if (parts := self.header.values.get("split.count")) not in (None, 0, 1):

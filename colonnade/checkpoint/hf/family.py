@@ -213,7 +213,7 @@ class Family:
     config_for_tensors: Callable[[ModelConfig, Collection[str]], ModelConfig] = lambda config, names: config
     """Corrects the config by the names of the tensors that are in the folder."""
     tied_by_values: bool = False
-    """Whether the output projection is tied is decided by the tensors, because the config does not say."""
+    """Whether the output projection is tied is decided by the tensors, because the config does not define it."""
 
     @property
     def moe(self) -> bool:

@@ -114,7 +114,7 @@ def rope_to_hf(config: ModelConfig) -> dict[str, Any]:
         fields = {theirs: getattr(scaling, ours) for ours, theirs in FIELDS[scaling.kind].items()}
         values = {"rope_type": scaling.kind} | {name: value for name, value in fields.items() if value is not None}
         if values.get("truncate", False):
-            del values["truncate"]  # the default; older readers do not know it
+            del values["truncate"]  # the default; older versions do not read it
         version_4["rope_scaling"] = values
         parameters |= values
     return version_4 | {"rope_parameters": parameters}

@@ -33,7 +33,7 @@ class Costs(NamedTuple):
     start: int
     """Starting a piece and writing its result."""
     merge: int
-    """A merge, whatever its size."""
+    """The fixed cost of a merge."""
     part: int
     """Each piece of the line with the most pieces."""
     row: int = 0

@@ -74,7 +74,7 @@ class RouterInput(NamedTuple):
     training: bool = False
     """Whether a backward pass follows; some routers restrict choices only then."""
     token_groups: TokenGroups | None = None
-    """Tokens that are routed as one; None if the stream does not say."""
+    """Tokens that are routed as one; None if the stream does not define them."""
 
     @property
     def x_TD(self) -> Tensor:  # noqa: N802 - named by its shape, as any tensor
@@ -82,7 +82,7 @@ class RouterInput(NamedTuple):
         return self.raw_TD.to(self.logits_TE.dtype)
 
     def noisy(self, logits_TE: Tensor) -> Tensor:
-        """``logits_TE`` plus noise·N(0, 1)/E, in training if the config asks for it (Tutel's gate_noise)."""
+        """``logits_TE`` plus noise·N(0, 1)/E, in training if the config enables it (Tutel's gate_noise)."""
         if self.noise is None or not self.moe.router.noise:
             return logits_TE
         normal_TE = self.noise.normal(self.moe.experts, SCORES).to(logits_TE.dtype)
@@ -173,14 +173,16 @@ def uses_noise(moe: MoeConfig) -> bool:
 
 
 def needs_sequences(moe: MoeConfig) -> bool:
-    """Whether a stream must say which tokens are of one sequence, for the router, the capacity or the balance loss."""
+    """Whether a stream must define which tokens belong to one sequence, for the router, the capacity or the balance
+    loss.
+    """
     return moe.balance == "sequence" or moe.capacity_tokens is not None or find_router(moe).per_sequence
 
 
 def select_experts(moe: MoeConfig, compared_TE: Tensor, scores_TE: Tensor) -> tuple[Tensor, Tensor]:
     """(ids_TA, weights_TA): the experts of the A highest ``compared_TE`` of each token, highest first.
 
-    Weights are their ``scores_TE``, normalised if the config says so, and scaled.
+    Weights are their ``scores_TE``, normalised if configured, and scaled.
     """
     run = choose("top_experts", compared_TE.device.type, compared_TE.dtype)
     ids_TA, weights_TA = run(

@@ -1,4 +1,4 @@
-"""Routes for the operator, under /admin; :mod:`colonnade.serve.api.auth` asks for the admin key."""
+"""Routes for the operator, under /admin; :mod:`colonnade.serve.api.auth` requires the admin key."""
 
 import logging
 import time

@@ -39,7 +39,7 @@ class ApiKey(Config):
     """Tokens of prompts and completions."""
     concurrent_requests: Count | None = None
     priority: Annotated[int, Field(ge=-100, le=100, strict=True)] = 0
-    """Priority of its requests, unless they ask for a lower priority (a higher number)."""
+    """Priority of its requests, unless they request a lower priority (a higher number)."""
 
     @property
     def limits(self) -> Limits:

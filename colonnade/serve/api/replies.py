@@ -100,7 +100,7 @@ class CompletionReply(ReplyBase):
 
 
 class CompletionChunk(ReplyBase):
-    """One event of its stream; ``usage`` only if stream_options asks for it."""
+    """One event of its stream; ``usage`` only if stream_options requests it."""
 
     object: Literal["text_completion"]
     choices: list[CompletionChoice]
@@ -200,7 +200,7 @@ class ChatChunkChoice(Reply):
 
 
 class ChatChunk(ReplyBase):
-    """One event of its stream; ``usage`` only if stream_options asks for it."""
+    """One event of its stream; ``usage`` only if stream_options requests it."""
 
     object: Literal["chat.completion.chunk"]
     choices: list[ChatChunkChoice]

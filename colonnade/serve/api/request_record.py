@@ -54,7 +54,7 @@ class RequestRecord:
             self.ended_ns.append(time.time_ns())
 
     def priority(self, asked: int | None) -> int:
-        """The request's priority; RequestError (403) if it asks for a better one than its key has."""
+        """The request's priority; RequestError (403) if it requests a better one than its key has."""
         best = None if self.key is None else self.key.key.priority
         if asked is None:
             return best or 0

@@ -1,4 +1,4 @@
-"""Softmax router: the A experts of the highest probability, within the best groups of experts if the config says so.
+"""Softmax router: the A experts of the highest probability, within the best groups of experts if configured.
 
     p = softmax(W x)        i = top-A of p [+ b], within the best groups        w = p_i [/ Σ p_i] · scale
 
