@@ -281,7 +281,7 @@ def test_bad_examples_are_refused(tmp_path: Path) -> None:
         ([Example([], 0)], "example 0 has 0 tokens"),
         ([Example([1, 67], 0)], "example 0 has tokens from 1 to 67, and the vocabulary is 0 to 66"),
         ([Example([1, 2], 0, [0])], "example 0 has 1 segments for 2 tokens"),
-        ([Example([1, 2], 0, [0, 2])], "segments from 0 to 2, and the model knows 2; use 0 to 1"),
+        ([Example([1, 2], 0, [0, 2])], "segments from 0 to 2, and the model has 2; use 0 to 1"),
     ):
         with pytest.raises(DataError, match=message):
             fit(run, wrong)

@@ -272,7 +272,7 @@ def test_qwen_yarn_settings_give_the_extended_context() -> None:
         ("llama-2-7b", {"head_dim": 7}, "head_width 7 must be even"),
         ("llama-2-7b", {"hidden_act": "quick_gelu"}, "'quick_gelu': known activations are silu"),
         ("llama-2-7b", {"hidden_act": {"x": 1}}, "known activations are"),
-        ("llama-2-7b", {"residual_multiplier": 0.22}, "sets 'residual_multiplier' to 0.22: Colonnade does not know"),
+        ("llama-2-7b", {"residual_multiplier": 0.22}, "sets 'residual_multiplier' to 0.22: Colonnade does not support"),
         ("llama-2-7b", {"surprise": False}, "sets 'surprise' to False: Colonnade does not support this key"),
         ("llama-2-7b", {"surprise": None}, "sets 'surprise' to None: Colonnade does not support this key"),
         ("llama-2-7b", {"_remove_final_norm": True}, "does not support this key"),
