@@ -137,7 +137,7 @@ def test_refusals(tmp_path: Path) -> None:
     adapters = write(tmp_path)
     with pytest.raises(ConfigError, match="write NAME=PATH"):
         ServeConfig(adapters=("x",))
-    with pytest.raises(ConfigError, match="two called 'a'"):
+    with pytest.raises(ConfigError, match="two adapters called 'a'"):
         ServeConfig(adapters=("a=x", "a=y"))
     with pytest.raises(ConfigError, match="mutually exclusive"):
         ServeConfig(adapters=adapters, batch_invariant=True)
