@@ -307,8 +307,8 @@ def open_for_plan(
     opened = open_model(path, keep=weights == "file")
     if weights == "file" and not opened.formats:
         raise ConfigError(
-            f"{opened.path} has no matrices that can be used in the file's own format (Q4_0, Q4_1 and Q8_0 of GGUF "
-            "can be); use --serve.weights int8, or remove the flag"
+            f"{opened.path} has no matrices that can stay in the file's format (Q4_0, Q4_1 or Q8_0 of GGUF); use "
+            "--serve.weights int8, or remove the flag"
         )
     if adapter is not None:
         opened = with_adapter(opened, adapter)

@@ -85,5 +85,5 @@ def test_served_over_ranks(grid, tmp_path, capfd) -> None:
 
 
 def test_a_file_without_such_matrices(tmp_path) -> None:
-    with pytest.raises(ConfigError, match="has no matrices that could be kept"):
+    with pytest.raises(ConfigError, match="has no matrices that can stay in the file's format"):
         api.load(written(tmp_path, None), device="cpu", weights="file")
