@@ -236,12 +236,18 @@ def _load(opened: OpenedModel, run: RunConfig, context: DistributedContext) -> T
     return teacher
 
 
-def _check_classifiers(run: RunConfig, teacher: ModelConfig) -> None:
-    name, model, settings = run.distill.teacher, run.model, run.distill
+def check_classifier(name: str, teacher: ModelConfig) -> None:
+    """Raise :class:`ConfigError` unless the teacher ``name`` classifies."""
     if teacher.task_head != "classes":
         raise ConfigError(
-            f"distill.teacher {name} has the head '{teacher.task_head}' and is not a classifier; fine-tune it first"
+            f"distill.teacher {name} has the output head '{teacher.task_head}' and is not a classifier; fine-tune it "
+            "first"
         )
+
+
+def _check_classifiers(run: RunConfig, teacher: ModelConfig) -> None:
+    name, model, settings = run.distill.teacher, run.model, run.distill
+    check_classifier(name, teacher)
     if teacher.classes != model.classes:
         raise ConfigError(
             f"distill.teacher {name} has {teacher.classes} classes and the run's model {model.classes}; use a teacher "
