@@ -15,6 +15,7 @@ from torch import Tensor
 
 from colonnade.checkpoint.load_model import OpenedModel, open_model
 from colonnade.config import ModelConfig, RunConfig, differences
+from colonnade.config.distill import DistillConfig
 from colonnade.config.feature_checks import check_quantised
 from colonnade.data import Batch, Corpus
 from colonnade.errors import ConfigError, PlanError
@@ -193,6 +194,18 @@ def check_teacher(run: RunConfig, corpus: Corpus | None) -> None:
     opened = open_teacher(run)
     if opened is not None and corpus is not None:
         check_same_tokenizer(opened, run.distill.teacher, "distill.teacher", corpus)
+
+
+def check_same_objective(checkpoint: Path, was: DistillConfig, now: DistillConfig) -> None:
+    """Raise :class:`ConfigError` if a run that resumes ``checkpoint`` has another teacher or another loss than it."""
+    if not was.teacher and not now.teacher:
+        return
+    ignored = ("init", "cache", "weights", "weight_group")
+    if changes := differences(was, now, ignore=ignored, prefix="distill."):
+        raise ConfigError(
+            f"{checkpoint} was trained with another teacher or loss ({', '.join(changes)}); resume with its settings, "
+            f"or start a run with another name from its weights: --train.pretrained_checkpoint {checkpoint}"
+        )
 
 
 def load_distiller(run: RunConfig, context: DistributedContext) -> Distiller | None:
