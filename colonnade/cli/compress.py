@@ -266,7 +266,7 @@ def _fewer_experts(model: "Transformer", texts: "list[Tensor]", job: _Job) -> "T
     if job.merge is not None:
         return tune.merge_experts(model, texts, job.merge)
     if job.keep is None:
-        return tune.to_dense(model, tune.score_experts(model, texts))
+        return tune.to_dense(model, texts)
     if job.score == "output":
         return tune.prune(model, tune.keep_by_output(model, texts, job.keep), job.keep)
     scores = tune.score_experts(model, texts)
