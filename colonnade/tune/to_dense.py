@@ -87,13 +87,12 @@ def to_dense(model: Transformer, texts: Sequence[Tensor], keep: int | None = Non
     runner = BlockRunner(model, texts)
     for layer in range(config.layers):
         mixture, dense = (each.blocks.get_submodule(f"{layer}.ffn") for each in (model, new))
-        if not isinstance(mixture, MixtureOfExperts):
-            continue
-        assert isinstance(dense, FeedForward)
         with _recording(mixture) as seen:
             runner.advance(layer)
-        _choose(dense, mixture, seen, keep * moe.ffn_width)
-        _fit(dense, seen)
+        if isinstance(mixture, MixtureOfExperts):
+            assert isinstance(dense, FeedForward)
+            _choose(dense, mixture, seen, keep * moe.ffn_width)
+            _fit(dense, seen)
     return new
 
 
@@ -102,18 +101,20 @@ Seen = list[tuple[LayerInputs, Tensor]]
 
 
 @contextmanager
-def _recording(mixture: nn.Module) -> Iterator[Seen]:
+def _recording(layer: nn.Module) -> Iterator[Seen]:
+    """Records the inputs and outputs of a mixture while its block runs."""
     seen: Seen = []
 
     def record(_: nn.Module, arguments: tuple[Any, ...], output: tuple[Any, ...]) -> None:
         x_TD, _T, routing = arguments[:3]
         seen.append((LayerInputs(x_TD, routing.tokens_T, routing.routing.index_T), output[0]))
 
-    handle = mixture.register_forward_hook(record)
+    handle = layer.register_forward_hook(record) if isinstance(layer, MixtureOfExperts) else None
     try:
         yield seen
     finally:
-        handle.remove()
+        if handle is not None:
+            handle.remove()
 
 
 def _choose(dense: FeedForward, mixture: MixtureOfExperts, seen: Seen, count: int) -> None:

@@ -163,38 +163,33 @@ def test_the_dense_layer_is_the_best_fit_of_the_units_that_contribute_most(name)
     handle.remove()
     routed.remove()
     (ids_TA, w_TA), (x_TD, y_TD) = ([torch.cat(part) for part in zip(*seen[i::2], strict=True)] for i in range(2))
-    experts = mixture.experts
-    act = torch.nn.functional.silu if experts.activation == "silu" else dense.act
-    energy, means = [], []
+    experts, linear, energy, means = mixture.experts, torch.nn.functional.linear, [], []
+
+    def hidden(up, up_bias, gate, gate_bias) -> torch.Tensor:
+        return dense.act(linear(x_TD, up, up_bias) if gate is None else linear(x_TD, gate, gate_bias)) * (
+            1 if gate is None else linear(x_TD, up, up_bias)
+        )
+
+    def row(stack, e: int) -> torch.Tensor | None:
+        return None if stack is None else stack[e]
+
     for e in range(config.moe.experts):
         w_T = (w_TA * (ids_TA == e)).sum(1)
-        h_TF = x_TD @ experts.up[e].T + (0 if experts.up_bias is None else experts.up_bias[e])
-        if experts.gate is None:
-            h_TF = act(h_TF)
-        else:
-            h_TF = act(x_TD @ experts.gate[e].T + (0 if experts.gate_bias is None else experts.gate_bias[e])) * h_TF
+        h_TF = hidden(experts.up[e], row(experts.up_bias, e), row(experts.gate, e), row(experts.gate_bias, e))
         energy.append((h_TF * w_T[:, None]).square().sum(0) * experts.down[e].square().sum(1))
         means.append(w_T.mean())
     chosen = torch.cat(energy).topk(count).indices.sort().values
     assert_same(dense.up.weight[:count], experts.up.flatten(0, 1)[chosen])
     prior_fD = (torch.stack(means)[:, None, None] * experts.down).flatten(0, 1)[chosen]
-    h_Tf = act(torch.nn.functional.linear(x_TD, dense.up.weight, dense.up.bias))
-    if dense.gate is not None:
-        up_Tf = torch.nn.functional.linear(x_TD, dense.up.weight, dense.up.bias)
-        h_Tf = act(torch.nn.functional.linear(x_TD, dense.gate.weight, dense.gate.bias)) * up_Tf
+    if mixture.shared is not None:
+        prior_fD = torch.cat((prior_fD, mixture.shared.down.weight.T))
+    gate, bias = dense.gate, dense.down.bias is not None
+    h_Tf = hidden(dense.up.weight, dense.up.bias, gate and gate.weight, gate and gate.bias)
     error_TD = y_TD - dense(x_TD, len(x_TD))
-    extra = [] if dense.down.bias is None else [torch.ones(len(x_TD))]
-    gram = torch.cat((h_Tf.square().sum(0), *[e.square().sum()[None] for e in extra]))
-    gradient_fD = h_Tf.T @ error_TD - RIDGE * gram.mean() * (
-        dense.down.weight.T - dense_prior(dense, prior_fD, mixture)
-    )
+    scale = (h_Tf.square().sum() + bias * len(x_TD)) / (h_Tf.shape[1] + bias)
+    gradient_fD = h_Tf.T @ error_TD - RIDGE * scale * (dense.down.weight.T - prior_fD)
     assert gradient_fD.abs().max() < 1e-9 * (h_Tf.T @ y_TD).abs().max()
-    assert error_TD.square().sum() < y_TD.square().sum()
-
-
-def dense_prior(dense, prior_fD: torch.Tensor, mixture) -> torch.Tensor:
-    """D₀ with the rows of shared experts."""
-    return prior_fD if mixture.shared is None else torch.cat((prior_fD, mixture.shared.down.weight.T))
+    assert error_TD.square().sum() < (y_TD - h_Tf @ prior_fD).square().sum()
 
 
 def test_refusals() -> None:
