@@ -133,27 +133,23 @@ def _choose(dense: FeedForward, mixture: MixtureOfExperts, seen: Seen, count: in
             x_cD = inputs.x_TD[used_c]
             h_cF = _hidden(x_cD, up_FD, up_b, gate_FD, gate_b, act).double() * w_TE[used_c, e, None]
             energy_EF[e] += h_cF.square().sum(0) * down_FD.double().square().sum(1)
-    chosen = energy_EF.flatten().topk(count).indices.sort().values
-    mean_E = total_E / tokens
-    shared = mixture.shared
-
-    def units(stack_EF: Tensor, own: Tensor | None) -> Tensor:
-        rows = stack_EF.flatten(0, 1)[chosen]
-        return rows if own is None else torch.cat((rows, own))
-
-    parts = {"up": (weights.up_EFD, weights.up_bias_EF), "gate": (weights.gate_EFD, weights.gate_bias_EF)}
-    for name, (stack, bias) in parts.items():
+    chosen, mean_E = energy_EF.flatten().topk(count).indices.sort().values, total_E / tokens
+    shared = {} if mixture.shared is None else dict(mixture.shared.named_parameters())
+    scaled_EFD = mean_E.to(weights.down_EFD.dtype)[:, None, None] * weights.down_EFD
+    stacks = {
+        "up.weight": weights.up_EFD, "gate.weight": weights.gate_EFD, "down.weight": scaled_EFD,
+        "up.bias": weights.up_bias_EF, "gate.bias": weights.gate_bias_EF,
+    }  # fmt: skip
+    for name, stack in stacks.items():
         if stack is None:
             continue
-        to, own = getattr(dense, name), None if shared is None else getattr(shared, name)
-        _fill(to.weight, units(stack, None if own is None else own.weight))
-        if bias is not None:
-            _fill(to.bias, units(bias, None if own is None else own.bias))
-    scaled_EFD = mean_E.to(weights.down_EFD.dtype)[:, None, None] * weights.down_EFD
-    _fill(dense.down.weight, units(scaled_EFD, None if shared is None else shared.down.weight.T).T)
+        units, cut = stack.flatten(0, 1)[chosen], 0  # hidden units first
+        if name == "down.weight":
+            units, cut = units.T, 1
+        _fill(dense.get_parameter(name), torch.cat((units, shared[name]), cut) if name in shared else units)
     if weights.down_bias_ED is not None:
         bias_D = mean_E.to(weights.down_bias_ED.dtype) @ weights.down_bias_ED
-        _fill(dense.down.bias, bias_D if shared is None else bias_D + shared.down.bias)
+        _fill(dense.get_parameter("down.bias"), bias_D + shared.get("down.bias", 0))
 
 
 def _fit(dense: FeedForward, seen: Seen) -> None:
