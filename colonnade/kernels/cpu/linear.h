@@ -149,7 +149,8 @@ struct Linear {
     PREFETCHING void announce(int thread, int threads, std::atomic<int64_t>* taken) const {
         const Share mine = cut_by_rows(threads) ? Share{0, weight.outputs} : queue(thread, threads, taken).own();
         const int64_t bytes = row_bytes(weight, Dtype(dtype)), left = (mine.end - mine.begin) * bytes;
-        for (const Matrix* matrix : {&weight, &gate}) {
+        const Matrix* const matrices[] = {&weight, &gate};
+        for (const Matrix* matrix : matrices) {
             if (matrix->values == nullptr) continue;
             prefetch_far(static_cast<const char*>(matrix->values) + mine.begin * bytes, left < AHEAD ? left : AHEAD);
         }
