@@ -147,7 +147,7 @@ def ways(
         return model
 
     def dense(trained: bool) -> Transformer:
-        model = to_dense(whole, scores)
+        model = to_dense(whole, texts)
         if trained:
             distil(model)
         return model

@@ -14,8 +14,8 @@ steps, batches and learning rates, from the same seed, and are measured on the l
     dense                  from random weights, cross-entropy
     student                :func:`colonnade.tune.to_dense`, and the defaults of ``[distill]``: half cross-entropy, half
                            KL
-    side by side, KL       the same start, KL alone
-    side by side, CE       the same start, cross-entropy alone: what the initial weights give without a teacher
+    fitted, KL             the same start, KL alone
+    fitted, CE             the same start, cross-entropy alone: what the initial weights give without a teacher
     random, half           the mixture's weights but random feed-forward layers; half cross-entropy, half KL
     Switch's method           the same start; .75 of cross-entropy, .25 of KL
 
@@ -37,7 +37,7 @@ from colonnade.config import ModelConfig, MoeConfig
 from colonnade.config.distill import DistillConfig
 from colonnade.model import Loss, Rows, Transformer, initialise
 from colonnade.model.distill_loss import Distillation, DistillLoss, TeacherStates
-from colonnade.tune import score_experts, to_dense
+from colonnade.tune import to_dense
 from colonnade.tune.to_dense import dense_config
 from expert_compression import Text, inputs, read
 from harness.report import Cell, Headline, folder_of, report
@@ -46,9 +46,9 @@ from harness.torch_training import training_update
 
 SWITCH_ROW = "Switch's method"
 STUDENTS: dict[str, tuple[str, DistillLoss | None]] = {
-    "student": ("side by side", DistillLoss(DistillConfig().loss, DistillConfig().mix)),
-    "side by side, KL": ("side by side", DistillLoss("kl", mix=0)),
-    "side by side, CE": ("side by side", None),
+    "student": ("fitted", DistillLoss(DistillConfig().loss, DistillConfig().mix)),
+    "fitted, KL": ("fitted", DistillLoss("kl", mix=0)),
+    "fitted, CE": ("fitted", None),
     "random, half": ("random", DistillLoss("kl", mix=0.5)),
     SWITCH_ROW: ("random", DistillLoss("kl", mix=0.75)),
 }
@@ -145,8 +145,7 @@ def trained(job: tuple[int, str, dict[str, Tensor]], args: argparse.Namespace) -
         mixture.load_state_dict(weights)
         start, teaching = STUDENTS[what]
         texts = list(text.train[:: max(1, len(text.train) // CALIBRATION), :-1])
-        beside = start == "side by side"
-        model = to_dense(mixture, score_experts(mixture, texts)) if beside else switch_start(mixture, seed)
+        model = to_dense(mixture, texts) if start == "fitted" else switch_start(mixture, seed)
     first = held_out_nats(model, text)
     nats = training.best(model, mixture.requires_grad_(False) if teaching else None, teaching)
     row: dict[str, Cell] = {

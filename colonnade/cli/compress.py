@@ -73,8 +73,8 @@ def compress(
             often they are chosen; or output, the subset that changes the layer's outputs least (all subsets are tried).
         merge: Merge the experts of each layer into this number: similar experts, with their hidden units aligned, are
             averaged, weighted by their use on the calibration text.
-        dense: Concatenate as many experts as a token uses in each layer into a dense model, which needs further
-            training (colonnade distill).
+        dense: Make a dense model of the hidden units that contribute most, as many in each layer as a token uses, with
+            output weights fitted on the calibration text; it needs further training (colonnade distill).
         text: Calibration text: a corpus (its training split), a UTF-8 text file, or sotu for the sample speeches.
         tokens: Number of calibration tokens.
         recover: Then train scales (with sparse24 and ternary: weights) and norms for this number of steps, of 512
@@ -266,7 +266,7 @@ def _fewer_experts(model: "Transformer", texts: "list[Tensor]", job: _Job) -> "T
     if job.merge is not None:
         return tune.merge_experts(model, texts, job.merge)
     if job.keep is None:
-        return tune.to_dense(model, tune.score_experts(model, texts))
+        return tune.to_dense(model, texts)
     if job.score == "output":
         return tune.prune(model, tune.keep_by_output(model, texts, job.keep), job.keep)
     scores = tune.score_experts(model, texts)

@@ -135,7 +135,7 @@ def differences(was: Config, now: Config, ignore: Collection[str] = (), prefix: 
 def _format_value(value: object) -> str:
     """A field's value; of a section, only the fields that differ from their defaults."""
     if not isinstance(value, Config):
-        return "none" if value is None else str(value)
+        return "none" if value is None or value == "" else str(value)
     fields = type(value).model_fields
     set_fields = {name: getattr(value, name) for name in fields if getattr(value, name) != fields[name].default}
     return "(" + " ".join(f"{name}={_format_value(one)}" for name, one in set_fields.items()) + ")"

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from colonnade.checkpoint.load_model import OpenedModel, open_model
 from colonnade.config import ModelConfig, RunConfig, differences
+from colonnade.config.distill import DistillConfig
 from colonnade.config.feature_checks import check_quantised
 from colonnade.data import Batch, Corpus
 from colonnade.errors import ConfigError, PlanError
@@ -195,6 +196,18 @@ def check_teacher(run: RunConfig, corpus: Corpus | None) -> None:
         check_same_tokenizer(opened, run.distill.teacher, "distill.teacher", corpus)
 
 
+def check_same_objective(checkpoint: Path, was: DistillConfig, now: DistillConfig) -> None:
+    """Raise :class:`ConfigError` if a run that resumes ``checkpoint`` has another teacher or another loss than it."""
+    if not was.teacher and not now.teacher:
+        return
+    ignored = ("init", "cache", "weights", "weight_group")
+    if changes := differences(was, now, ignore=ignored, prefix="distill."):
+        raise ConfigError(
+            f"{checkpoint} was trained with another teacher or loss ({', '.join(changes)}); resume with its settings, "
+            f"or start a run with another name from its weights: --train.pretrained_checkpoint {checkpoint}"
+        )
+
+
 def load_distiller(run: RunConfig, context: DistributedContext) -> Distiller | None:
     """The run's teacher, on every rank its share; None without one."""
     opened, settings = open_teacher(run), run.distill
@@ -236,12 +249,18 @@ def _load(opened: OpenedModel, run: RunConfig, context: DistributedContext) -> T
     return teacher
 
 
-def _check_classifiers(run: RunConfig, teacher: ModelConfig) -> None:
-    name, model, settings = run.distill.teacher, run.model, run.distill
+def check_classifier(name: str, teacher: ModelConfig) -> None:
+    """Raise :class:`ConfigError` unless the teacher ``name`` classifies."""
     if teacher.task_head != "classes":
         raise ConfigError(
-            f"distill.teacher {name} has the head '{teacher.task_head}' and is not a classifier; fine-tune it first"
+            f"distill.teacher {name} has the output head '{teacher.task_head}' and is not a classifier; fine-tune it "
+            "first"
         )
+
+
+def _check_classifiers(run: RunConfig, teacher: ModelConfig) -> None:
+    name, model, settings = run.distill.teacher, run.model, run.distill
+    check_classifier(name, teacher)
     if teacher.classes != model.classes:
         raise ConfigError(
             f"distill.teacher {name} has {teacher.classes} classes and the run's model {model.classes}; use a teacher "

@@ -32,7 +32,7 @@ from colonnade.parallel.rendezvous import check_same_settings
 from colonnade.parallel.watchdog import COLLECTIVE_TIMEOUT_FACTOR, Watchdog
 from colonnade.train.cuda_graph import check_device
 from colonnade.train.data_feed import CorpusFeed, MakeFeed, VaryingFeed, check_data_unchanged
-from colonnade.train.distill import check_teacher
+from colonnade.train.distill import check_same_objective, check_teacher
 from colonnade.train.initial_weights import check_start, frozen_names
 from colonnade.train.memory_advice import check_memory
 from colonnade.train.run_log import RunLog, Summary, print_line
@@ -51,8 +51,8 @@ def check_settings(run: RunConfig) -> None:
 
 
 def check_data(run: RunConfig, feed: MakeFeed = CorpusFeed) -> None:
-    """Check the data, ``train.pretrained_checkpoint``, the checkpoint to resume from and ``train.freeze`` against the
-    model.
+    """Check the data, ``train.pretrained_checkpoint``, the checkpoint to resume from, ``train.freeze`` and the teacher
+    against the run.
 
     Raises :class:`~colonnade.errors.ColonnadeError` for the first that does not match.
     """
@@ -62,8 +62,10 @@ def check_data(run: RunConfig, feed: MakeFeed = CorpusFeed) -> None:
     check_teacher(run, data.corpus)
     if (checkpoint := native.newest(run.folder)) is not None:
         native.check_model(checkpoint, run.model)
-        if "seen" in (cursor := native.read_meta(checkpoint).cursor):  # otherwise loading refuses it
-            check_data_unchanged(data, run.data, cursor, str(checkpoint))
+        meta = native.read_meta(checkpoint)
+        if meta.run is not None and "seen" in meta.cursor:  # otherwise loading refuses it
+            check_data_unchanged(data, run.data, meta.cursor, str(checkpoint))
+            check_same_objective(checkpoint, meta.run.distill, run.distill)
     elif run.train.pretrained_checkpoint:
         check_start(run, data.corpus)
 

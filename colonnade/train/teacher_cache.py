@@ -111,8 +111,13 @@ class TeacherCache:
             raise ConfigError(
                 f"distill.cache {self.folder} is not a usable cache of teacher outputs ({why}); use another folder"
             ) from None
+        if not isinstance(there, dict):
+            raise ConfigError(
+                f"distill.cache {self.folder} is not a usable cache of teacher outputs ({META} holds a JSON value that "
+                "is not an object); use another folder"
+            )
         if there != meta:
-            keys = there.keys() | meta.keys() if isinstance(there, dict) else set()
+            keys = there.keys() | meta.keys()
             differ = ", ".join(sorted(key for key in keys if there.get(key) != meta.get(key)))
             raise ConfigError(
                 f"distill.cache {self.folder} belongs to another run: it differs in {differ}; use another folder"

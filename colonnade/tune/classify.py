@@ -86,7 +86,8 @@ class Examples:
         for part in (self._starts, self._tokens_T, self._segments_T, self._labels):
             digest.update(part.tobytes())
         if (self._ends != IGNORE).any() or self.choices > 1:
-            digest.update(self._ends.tobytes() + bytes([self.choices]))
+            choices = self.choices.to_bytes((self.choices.bit_length() + 7) // 8, "little")
+            digest.update(self._ends.tobytes() + choices)
         return digest.hexdigest()
 
 

@@ -21,6 +21,7 @@ from colonnade.data.tokenizer import Tokenizer
 from colonnade.errors import ConfigError, DataError
 from colonnade.model import Transformer
 from colonnade.parallel.distributed_context import DistributedContext, choose_device
+from colonnade.train.distill import check_classifier
 from colonnade.tune.classify import fit
 from colonnade.tune.encoder_data import label_names, read_choices, read_spans, read_texts
 from colonnade.tune.encoder_tasks import ChoiceTask, ClassifyTask, EncoderTask, Pair
@@ -128,10 +129,7 @@ def make_task(method: str, pair: Pair, rows: Sequence[Any], *others: Sequence[An
 def check_teacher_labels(teacher: str, labels: Sequence[str]) -> None:
     """Raise :class:`ConfigError` if ``teacher`` does not classify, or has classes other than ``labels``."""
     opened = open_model(teacher)
-    if (head := opened.config.task_head) != "classes":
-        raise ConfigError(
-            f"distill.teacher {teacher} has the output head '{head}' and does not classify; fine-tune it first"
-        )
+    check_classifier(teacher, opened.config)
     folder = opened.path
     names = read_class_names(folder) or read_pooling(folder, kind=False).labels
     unnamed = tuple(f"LABEL_{i}" for i in range(len(names)))

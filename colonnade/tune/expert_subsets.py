@@ -65,7 +65,7 @@ def keep_by_output(
     }
     if any(module.experts.quantised for module in layers.values()):
         raise ConfigError("quantised experts cannot be compared; load the model with weights='dense'")
-    inputs = {layer: list[_Tokens]() for layer in layers}
+    inputs = {layer: list[LayerInputs]() for layer in layers}
     with _recording(layers, inputs):
         for text in texts:
             route(model, text)
@@ -79,7 +79,7 @@ def keep_by_output(
 
 
 @dataclass(frozen=True)
-class _Tokens:
+class LayerInputs:
     """The inputs of a layer for one text."""
 
     x_TD: Tensor
@@ -88,11 +88,11 @@ class _Tokens:
 
 
 @contextmanager
-def _recording(layers: dict[int, MixtureOfExperts], inputs: dict[int, list[_Tokens]]) -> Iterator[None]:
+def _recording(layers: dict[int, MixtureOfExperts], inputs: dict[int, list[LayerInputs]]) -> Iterator[None]:
     def hook(layer: int) -> Callable[[nn.Module, tuple[Any, ...]], None]:
         def record(_: nn.Module, arguments: tuple[Any, ...]) -> None:
             x_TD, _T, routing = arguments[:3]
-            inputs[layer].append(_Tokens(x_TD, routing.tokens_T, routing.routing.index_T))
+            inputs[layer].append(LayerInputs(x_TD, routing.tokens_T, routing.routing.index_T))
 
         return record
 
@@ -104,7 +104,7 @@ def _recording(layers: dict[int, MixtureOfExperts], inputs: dict[int, list[_Toke
             handle.remove()
 
 
-def _best(config: ModelConfig, module: MixtureOfExperts, texts: list[_Tokens], keep: int) -> tuple[int, ...]:
+def _best(config: ModelConfig, module: MixtureOfExperts, texts: list[LayerInputs], keep: int) -> tuple[int, ...]:
     weights, E = module.experts.stored, module.moe.experts
     assert isinstance(weights, Weights)
     whole, products = [], []
@@ -114,7 +114,7 @@ def _best(config: ModelConfig, module: MixtureOfExperts, texts: list[_Tokens], k
         y_RD = reference.experts(text.x_TD.repeat(E, 1), ends_E, weights, module.experts.activation)
         f_TED = y_RD.view(E, T, -1).transpose(0, 1).double()
         products.append(f_TED @ f_TED.mT)
-        whole.append(_weighting(module.router, text, E))
+        whole.append(router_weights(module.router, text, E))
     smaller = Router(
         config, module.moe.replace(experts=keep), SOLO_AXES, device=texts[0].x_TD.device, dtype=texts[0].x_TD.dtype
     )
@@ -126,14 +126,14 @@ def _best(config: ModelConfig, module: MixtureOfExperts, texts: list[_Tokens], k
         error = 0.0
         for text, w_TE, product_TEE in zip(texts, whole, products, strict=True):
             d_TE = -w_TE
-            d_TE[:, list(subset)] += _weighting(smaller, text, keep)
+            d_TE[:, list(subset)] += router_weights(smaller, text, keep)
             error += float(torch.einsum("te,tef,tf->", d_TE, product_TEE, d_TE))
         if error < least:
             best, least = subset, error
     return best
 
 
-def _weighting(router: Router, text: _Tokens, E: int) -> Tensor:
+def router_weights(router: Router, text: LayerInputs, E: int) -> Tensor:
     """w_TE float64: each token's weight of each expert."""
     choice, _ = router(text.x_TD, text.ids_T, text.index_T, None)
     w_TE = torch.zeros(len(text.x_TD), E + 1, dtype=torch.float64, device=text.x_TD.device)

@@ -1,5 +1,6 @@
 """Fine-tuning a classifier equals transformers, is the same under any plan, and refuses bad input."""
 
+import hashlib
 import importlib.util
 import re
 import shutil
@@ -326,3 +327,16 @@ def test_example_classifies_speeches_by_century(capsys: pytest.CaptureFixture[st
     assert len(accuracies) == 5
     assert median == pytest.approx(statistics.median(accuracies), abs=1e-3)
     assert median >= 0.65, f"chance is 0.33; measured {accuracies}"
+
+
+def test_the_hash_covers_the_number_of_choices() -> None:
+    """Also beyond a byte; 4 choices hash as they did, so that runs resume."""
+    rows = [Example([i], 0) for i in range(1024)]
+    hashes = {Examples(rows, choices).sha256 for choices in (1, 2, 4, 256, 512, 1024)}
+    assert len(hashes) == 6
+    digest = hashlib.sha256()
+    given = Examples(rows, 4)
+    for part in (given._starts, given._tokens_T, given._segments_T, given._labels, given._ends):
+        digest.update(part.tobytes())
+    digest.update(bytes([4]))
+    assert given.sha256 == digest.hexdigest()

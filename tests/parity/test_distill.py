@@ -226,6 +226,26 @@ def test_a_student_starts_from_the_teachers_layers(plan, corpus, teachers, tmp_p
     assert loss == pytest.approx(expected, rel=1e-9)
 
 
+def test_a_run_resumes_only_with_its_teacher_and_loss(corpus, teachers, tmp_path) -> None:
+    run = config(corpus, tmp_path, settings(teachers), steps=1)
+    Trainer(run).fit()
+    longer = run.replace(train=run.train.replace(steps=2))
+    for name, changes, message in (
+        ("equal", {}, r"distill\.teacher: \S+dense -> \S+equal"),
+        ("dense", {"loss": "dist"}, r"distill\.loss: kl -> dist"),
+        ("dense", {"temperature": 2.0, "mix": 0.5}, r"distill\.mix: 0\.3 -> 0\.5, distill\.temperature: 1\.5 -> 2\.0"),
+    ):
+        with pytest.raises(
+            ConfigError, match=rf"step-1 was trained with another teacher or loss \({message}\)"
+        ) as error:
+            Trainer(longer.replace(distill=settings(teachers, name, **changes)))
+        assert f"--train.pretrained_checkpoint {tmp_path / 'r' / 'step-1'}" in str(error.value)
+    with pytest.raises(ConfigError, match=r"distill\.teacher: \S+ -> none"):
+        Trainer(longer.replace(distill=DistillConfig(mix=0.3, temperature=1.5)))
+    other_storage = settings(teachers, cache=str(tmp_path / "cache"), weights="int8", weight_group=32)
+    Trainer(longer.replace(distill=other_storage))  # not refused
+
+
 def _losses(run: RunConfig, steps: int) -> tuple[list[float], bool, int]:
     """The losses of some steps, whether the teacher was loaded, and the samples in the cache."""
     with DistributedContext.build(run.plan, "cpu") as context, TrainingState(run, context) as training:

@@ -317,7 +317,7 @@ def test_what_does_not_apply_is_refused(teachers: dict[str, str], tmp_path: Path
         assert "\n" not in str(raised.value)
 
     refused("has 4 classes and the run's model 3; use a teacher with the same labels", "four")
-    refused("has the head 'encoder' and is not a classifier; fine-tune it first", "encoder")
+    refused("has the output head 'encoder' and is not a classifier; fine-tune it first", "encoder")
     refused("has 1 segments and the run's model 2; set model.segments 1", "one_segment")
     refused("distill.on_policy generates text, which a classifier cannot do", on_policy=0.5)
     refused("distill.cache stores only the teacher's classes, but hidden compares", "equal", cache="c", hidden=0.5)

@@ -483,7 +483,10 @@ def test_class_names_are_kept(start: Path, tmp_path: Path, capsys: pytest.Captur
     file.write_text("".join(json.dumps(row) + "\n" for row in rows if row["label"] != "food"))
     for learn, message in (
         (["--distill.teacher", folder], "has the classes food, sport, weather and the data sport, weather"),
-        (["--distill.teacher", str(start)], "has the output head 'encoder' and does not classify"),
+        (
+            ["--distill.teacher", str(start)],
+            "has the output head 'encoder' and is not a classifier; fine-tune it first",
+        ),
         (["--distill.teacher", folder, "--distill.init", "layers"], "here MODEL is its start"),
     ):
         with pytest.raises(SystemExit):

@@ -402,9 +402,9 @@ def test_moe_to_dense_benchmark(tmp_path: Path) -> None:
     # Nats are rounded to four digits, and the gain of four steps is as small.
     kept = (rows["dense"]["nats"] - rows["student"]["nats"]) / gain if gain else math.inf
     assert rows["student"]["kept_percent"] * kept > 0
-    beside = {row["start_nats"] for what, row in rows.items() if what == "student" or what.startswith("side")}
+    fitted = {row["start_nats"] for what, row in rows.items() if what == "student" or what.startswith("fitted")}
     others = {row["start_nats"] for what, row in rows.items() if what.startswith(("random", "Switch"))}
-    assert len(beside) == len(others) == 1
+    assert len(fitted) == len(others) == 1
 
 
 def test_ternary_rows_benchmark(tmp_path: Path) -> None:

@@ -137,7 +137,7 @@ def test_what_does_not_fit_is_refused_before_weights_are_read(model, tmp_path, c
         (model, "m.gguf", ["--format", "gguf", "--grid", "zero"], "--grid zero has low values that float16"),
         (model, "m", ["--by", "fold", "--weights", "int8"], "no rule for folding scales for int8"),
         (model, "m", ["--merge", 2], "no experts to merge"),
-        (model, "m", ["--dense"], "no experts to concatenate"),
+        (model, "m", ["--dense"], "no experts to make dense layers of"),
         (mixture, "m", ["--merge", 4], "4 experts cannot be merged into 4; use 1 to 3"),
         (many, "m", ["--keep", 9, "--score", "output"], "9 of 18 experts are 48,620 subsets"),
         (encoder, "m", [], "this one attends in both directions (causal = False); use stored"),

@@ -1,4 +1,4 @@
-"""Experts scored by what they contribute, pruned by the score, and concatenated into a dense layer."""
+"""Experts scored by what they contribute, pruned by the score, and replaced by a dense layer."""
 
 from itertools import combinations
 
@@ -15,6 +15,7 @@ from colonnade.model.moe import Routing
 from colonnade.model.weight_only_quant import quantised_parameters
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.tune import keep_by_output, measure, prune, score_experts, to_dense
+from colonnade.tune.to_dense import RIDGE
 from tests.corpora import TEXT
 from tests.models import CONFIGS, MOES
 from tests.models import build as built
@@ -126,7 +127,7 @@ def test_one_expert_becomes_the_same_dense_model(name) -> None:
     config = MOES[name]
     moe = config.moe.replace(experts=1, active=1, shared_gate=False)
     model = built(config.replace(moe=moe))
-    dense = to_dense(model, score_experts(model, TEXTS))
+    dense = to_dense(model, TEXTS)
     assert dense.config.moe is None
     assert_same(logits(dense), logits(model))
 
@@ -137,9 +138,58 @@ def test_all_experts_with_constant_gates_become_the_same_dense_model() -> None:
     with torch.no_grad():
         for layer in range(2):
             model.get_parameter(f"blocks.{layer}.ffn.router.gates.0.weight").zero_()
-    dense = to_dense(model, score_experts(model, TEXTS))
+    dense = to_dense(model, TEXTS)
     assert dense.config.ffn_width == 36
     assert_same(logits(dense), logits(model))
+
+
+@pytest.mark.parametrize("name", ["gated", "biased_shared"])
+@torch.no_grad()
+def test_the_dense_layer_is_the_best_fit_of_the_units_that_contribute_most(name) -> None:
+    """The chosen units by a loop over experts; the output weights by the normal equations' gradient, which is zero."""
+    config = MOES[name]
+    config = config.replace(moe=config.moe.replace(shared_gate=False))
+    model, layer, count = (
+        built(config).requires_grad_(False),
+        config.layers - 1,
+        config.moe.active * config.moe.ffn_width,
+    )
+    dense = to_dense(model, TEXTS).get_submodule(f"blocks.{layer}.ffn")
+    mixture, seen = model.get_submodule(f"blocks.{layer}.ffn"), []
+    handle = mixture.register_forward_hook(lambda _, args, out: seen.append((args[0], out[0])))
+    routed = mixture.router.register_forward_hook(lambda _, args, out: seen.append((out[0].ids_TA, out[0].weights_TA)))
+    for text in TEXTS:
+        logits(model, text)
+    handle.remove()
+    routed.remove()
+    (ids_TA, w_TA), (x_TD, y_TD) = ([torch.cat(part) for part in zip(*seen[i::2], strict=True)] for i in range(2))
+    experts, linear, energy, means = mixture.experts, torch.nn.functional.linear, [], []
+
+    def hidden(up, up_bias, gate, gate_bias) -> torch.Tensor:
+        return dense.act(linear(x_TD, up, up_bias) if gate is None else linear(x_TD, gate, gate_bias)) * (
+            1 if gate is None else linear(x_TD, up, up_bias)
+        )
+
+    def row(stack, e: int) -> torch.Tensor | None:
+        return None if stack is None else stack[e]
+
+    for e in range(config.moe.experts):
+        w_T = (w_TA * (ids_TA == e)).sum(1)
+        h_TF = hidden(experts.up[e], row(experts.up_bias, e), row(experts.gate, e), row(experts.gate_bias, e))
+        energy.append((h_TF * w_T[:, None]).square().sum(0) * experts.down[e].square().sum(1))
+        means.append(w_T.mean())
+    chosen = torch.cat(energy).topk(count).indices.sort().values
+    assert_same(dense.up.weight[:count], experts.up.flatten(0, 1)[chosen])
+    prior_fD = (torch.stack(means)[:, None, None] * experts.down).flatten(0, 1)[chosen]
+    if mixture.shared is not None:
+        prior_fD = torch.cat((prior_fD, mixture.shared.down.weight.T))
+    gate, bias = dense.gate, dense.down.bias is not None
+    h_Tf = hidden(dense.up.weight, dense.up.bias, gate and gate.weight, gate and gate.bias)
+    error_TD = y_TD - dense(x_TD, len(x_TD))
+    scale = (h_Tf.square().sum() + bias * len(x_TD)) / (h_Tf.shape[1] + bias)
+    gradient_fD = h_Tf.T @ error_TD - RIDGE * scale * (dense.down.weight.T - prior_fD)
+    assert gradient_fD.abs().max() < 1e-9 * (h_Tf.T @ y_TD).abs().max()
+    assert error_TD.square().sum() < (y_TD - h_Tf @ prior_fD).square().sum()
 
 
 def test_refusals() -> None:
@@ -149,13 +199,15 @@ def test_refusals() -> None:
     with pytest.raises(ConfigError, match="no experts to score"):
         score_experts(built(CONFIGS["llama"]), TEXTS)
     scores = score_experts(model, TEXTS)
-    with pytest.raises(ConfigError, match="7 of 6 experts cannot be concatenated"):
-        to_dense(model, scores, 7)
+    with pytest.raises(ConfigError, match="7 of 6 experts cannot be kept"):
+        to_dense(model, TEXTS, 7)
     with pytest.raises(ConfigError, match="1 of 6 experts cannot be kept, because a token uses 2"):
         prune(model, scores.reap_LE, 1)
+    with pytest.raises(DataError, match="20 tokens are too few to fit layers of 24 hidden units"):
+        to_dense(model, [TEXTS[0][:20]])
     shared = built(MOES["biased_shared"])
     with pytest.raises(ConfigError, match="gate of shared experts"):
-        to_dense(shared, score_experts(shared, TEXTS))
+        to_dense(shared, TEXTS)
 
 
 @pytest.mark.sample(1)

@@ -108,7 +108,7 @@ def test_what_cannot_be_merged(tmp_path) -> None:
     for again in (
         lambda: merge_experts(merged, TEXTS, 2),
         lambda: prune(merged, torch.ones(2, 6), 4),
-        lambda: to_dense(merged, score_experts(merged, TEXTS)),
+        lambda: to_dense(merged, TEXTS),
     ):
         with pytest.raises(ConfigError, match="merged into 3"):
             again()
@@ -118,7 +118,7 @@ def test_what_cannot_be_merged(tmp_path) -> None:
         api.save(whole, tmp_path / "hf", format="hf")
     scores, quantised = score_experts(model, TEXTS), built(MOES["gated"], dtype=torch.float32).requires_grad_(False)
     compress(quantised, Compression(weights="int8", by="nearest"))
-    for choose in (lambda: prune(quantised, scores.load_LE, 4), lambda: to_dense(quantised, scores)):
+    for choose in (lambda: prune(quantised, scores.load_LE, 4), lambda: to_dense(quantised, TEXTS)):
         with pytest.raises(ConfigError, match="weights are in int8; load it with weights='dense'"):
             choose()
     with pytest.raises(ConfigError, match="cannot be merged into 6"):

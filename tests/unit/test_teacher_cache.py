@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from colonnade.config import ModelConfig
+from colonnade.errors import ConfigError
 from colonnade.model import Packed, Stream
 from colonnade.model.distill_loss import DistillLoss
 from colonnade.model.distill_top import TopTokens
@@ -20,6 +21,14 @@ def test_teachers_that_differ_late_have_other_fingerprints(tmp_path: Path) -> No
         (tmp_path / name).mkdir()
         (tmp_path / name / "model.safetensors").write_bytes(bytes(1 << 20) + end)
     assert fingerprint(tmp_path / "a") != fingerprint(tmp_path / "b")
+
+
+def test_a_description_that_is_no_object_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "cache.json").write_text("[1, 2]\n", "utf-8")
+    with pytest.raises(
+        ConfigError, match=r"not a usable cache .* \(cache.json holds a JSON value that is not an object"
+    ):
+        TeacherCache(tmp_path, {}, 2, 3)
 
 
 def test_records_of_another_process_are_found(tmp_path: Path) -> None:
