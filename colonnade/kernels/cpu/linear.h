@@ -67,16 +67,18 @@ struct Linear {
         const bool int8 = weight.kind == INT8_BLOCKS;
         const int64_t group = int8 ? X_GROUP : weight.group, count = part.end - part.begin;
         const int64_t groups = ceil_div(weight.inputs, group), stride = groups * group;
+        // One row reads a gated pair of weights one after the other, so that each is read in order.
+        const int64_t band = count == 1 && gate.values != nullptr ? round_up(weight.outputs, BAND) : BAND;
         scratch.start(
             Scratch::bytes<float>(stride) + Scratch::bytes<int8_t>(count * stride) +
-            3 * Scratch::bytes<float>(count * groups) + 2 * Scratch::bytes<float>(count * BAND));
+            3 * Scratch::bytes<float>(count * groups) + 2 * Scratch::bytes<float>(count * band));
         float* const row = scratch.take<float>(stride);
         int8_t* const bytes = scratch.take<int8_t>(count * stride);
         float* const scales = scratch.take<float>(count * groups);
         float* const sums = scratch.take<float>(count * groups);
         int32_t* const totals = scratch.take<int32_t>(count * groups);
-        float* const ys = scratch.take<float>(count * BAND);
-        float* const gs = scratch.take<float>(count * BAND);
+        float* const ys = scratch.take<float>(count * band);
+        float* const gs = scratch.take<float>(count * band);
         for (int64_t t = 0; t < count; t++) {
             prepare(part.begin + t, stride, row);
             const int64_t i = t * groups;
@@ -86,8 +88,8 @@ struct Linear {
         }
         const BlockRows x_rows{count, stride, groups, bytes, scales, sums, totals};
         for (Share piece; outputs.next(piece);) {
-            for (int64_t o = piece.begin; o < piece.end; o += BAND) {
-                const Share some{o, o + BAND < piece.end ? o + BAND : piece.end};
+            for (int64_t o = piece.begin; o < piece.end; o += band) {
+                const Share some{o, o + band < piece.end ? o + band : piece.end};
                 any_block_product(weight, x_rows, some, ys);
                 if (gate.values != nullptr) any_block_product(gate, x_rows, some, gs);
                 for (int64_t t = 0; t < count; t++) finish(some, part.begin + t, ys + t * BAND, gs + t * BAND);
@@ -145,14 +147,19 @@ struct Linear {
         }
     }
 
-    // Prefetches the first weights that this thread will read in run().
+    // Prefetches what this thread will read first in run(): the norm's weights, and the first weights and scales.
     PREFETCHING void announce(int thread, int threads, std::atomic<int64_t>* taken) const {
         const Share mine = cut_by_rows(threads) ? Share{0, weight.outputs} : queue(thread, threads, taken).own();
         const int64_t bytes = row_bytes(weight, Dtype(dtype)), left = (mine.end - mine.begin) * bytes;
+        const int64_t first = left < AHEAD ? left : AHEAD;
+        if (norm.weight != nullptr) prefetch(norm.weight, weight.inputs * (dtype == FLOAT32 ? 4 : 2));
         const Matrix* const matrices[] = {&weight, &gate};
         for (const Matrix* matrix : matrices) {
             if (matrix->values == nullptr) continue;
-            prefetch_far(static_cast<const char*>(matrix->values) + mine.begin * bytes, left < AHEAD ? left : AHEAD);
+            prefetch_far(static_cast<const char*>(matrix->values) + mine.begin * bytes, first);
+            if (weight.kind != INT4 && weight.kind != INT4_BLOCKS) continue;
+            const int64_t scale_bytes = 8 * bytes / weight.group;  // of a row: 4 bytes for group / 2 bytes of values
+            prefetch_far(static_cast<const char*>(matrix->scales) + mine.begin * scale_bytes, 8 * first / weight.group);
         }
     }
 
