@@ -85,9 +85,8 @@ def attend(
     for i in range(count):
         low, group = first // cfg.TILE * cfg.TILE, request
         if cfg.GROUPED:
-            request = tl.load(
-                batch.members + groups_at + group * 4
-            )  # of any request of the group: all share these pages
+            # any request of the group, since all share these pages
+            request = tl.load(batch.members + groups_at + group * 4)
         table_ptr = batch.pages + request.to(tl.int64) * pages_r
         page = load_page_ids(table_ptr, low, columns, cfg.PAGE, cfg.TILE)  # loads while the rows are computed
         if cfg.GROUPED:
