@@ -272,7 +272,7 @@ def test_auto_chooses_the_smaller_transfer() -> None:
         ({"experts": {**FFN, "num_experts_per_device": 0}}, PlanError, "0 experts per device"),
         ({"experts": {**FFN, "num_experts_per_device": 1.5}}, PlanError, "1.5 experts per device"),
         ({"experts": {**FFN, "num_experts_per_device": -2}}, PlanError, "1 ranks are not divisible by 2"),
-        ({"experts": {**FFN, "activation_fn": F.relu, "activation_fn_with_self": len}}, ConfigError, "keep one"),
+        ({"experts": {**FFN, "activation_fn": F.relu, "activation_fn_with_self": len}}, ConfigError, "pass only one"),
         ({"experts": {**FFN, "activation_fn": "gelu"}}, ConfigError, "activation_fn is 'gelu'; pass a function"),
         ({"gate": {"type": "topp"}}, ConfigError, "no gate of type 'topp'"),
         ({"gate": {"type": "top", "kk": 1}}, ConfigError, "no option 'kk'"),
